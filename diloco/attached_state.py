@@ -1,7 +1,8 @@
 """Saves the state of attached objects for a rank's next attempt: the inner optimizer, data position, generators.
 
-The state is stored per rank, as safetensors and JSON. No decision of the run depends on it, because it belongs to one
-rank alone. So a listing may be used to find it. If a record is missing or damaged, an earlier one is used, or none.
+The state is stored per rank, as safetensors and JSON. The state belongs to one rank alone, and no decision of the run
+depends on it. So the rank may find its state by a listing of the store, which can be incomplete. If the newest record
+is missing or damaged, the rank loads an earlier one, or none.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ from executors.errors import StoreError, kind_of
 
 log = logging.getLogger(__name__)
 
-OWN_PART_BYTES = 1 << 30  # size of one stored object; a bucket allows five times that size in one request
+OWN_PART_BYTES = 1 << 30  # the largest stored object; a bucket allows five times that size in one request
 STEPS_OF_AN_EPOCH = 5
-"""If the script steps a schedule only once in this number of inner steps, the schedule does not count inner steps. A
-script that skips a step now and then, for example after an overflow, skips fewer in a row."""
+"""A schedule that the script steps only once in this number of inner steps counts epochs, and not inner steps.
+
+A script that skips a step now and then, for example after an overflow, never skips this many in a row.
+"""
 _STATE_CALLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"), ("getstate", "setstate"))
 _KEPT = {np.dtype(dtype) for dtype in DTYPES.values()}
 
@@ -52,15 +55,18 @@ class SavedState:
     position: int
     arrays: Arrays
     uncounted_since: Sequence[int]
-    """By fragment, the entry at which its live work began. The number of fragments may have been another one."""
+    """The entry at which each fragment's live work began.
+
+    The earlier attempt may have had another number of fragments.
+    """
     steps: int = 0
-    """Steps that the earlier attempts had made, for runs with rounds by the clock."""
+    """The steps that the earlier attempts had made. Runs with `round_seconds` need this number."""
 
     def restored(self, sizes: Sequence[int]) -> RestoredWork:
         """Return the position and the live work of the earlier attempt.
 
         Args:
-            sizes: by fragment, the number of elements.
+            sizes: the number of elements of each fragment.
         """
         since = [*self.uncounted_since, *[self.position] * len(sizes)][: len(sizes)]
         return RestoredWork(self.position, self.progress(sizes), since)
@@ -71,10 +77,11 @@ class SavedState:
         return {match[1] for match in matches if match}
 
     def progress(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Return the live work by fragment, as distances from the anchor. It is zero where nothing fits.
+        """Return the live work of each fragment: its distance from the anchor. Saved work of another size counts as
+        zero.
 
         Args:
-            sizes: by fragment, the number of elements.
+            sizes: the number of elements of each fragment.
         """
         found = (self.arrays.get(f"progress/{index}") for index in range(len(sizes)))
         return [
@@ -94,8 +101,9 @@ class AttachedState:
         me: this replica.
         background: runs an upload while training continues.
         plan: how the inner steps are divided into rounds.
-        proof: how records are proven.
-        begun_at: the step that schedules had counted when the run began, at its step 0.
+        proof: signs and checks records, if the run has a key.
+        begun_at: the number of steps that schedules had counted when the run was at its step 0. It is not 0 if the
+            script continues an earlier training.
 
     Example:
         attached = AttachedState(store, keys, me, uploads, plan, UNSIGNED)
@@ -117,12 +125,16 @@ class AttachedState:
         """The attached objects, by name."""
         self._followers: dict[str, Any] = {}
         self._leads: dict[str, int] = {}
-        """By name of a schedule that follows, the steps that it had counted before the run began, beyond `begun_at`."""
+        """For each schedule that follows the run, the steps that it had counted before the run began, beyond
+        `begun_at`.
+        """
         self.kept = self._find(keys) if me.attempt else None
-        """The state that an earlier attempt saved. None: there was none. It is released when training
-        continues, because it is large."""
+        """The state that an earlier attempt saved; None if there is none.
+
+        It is large, so it is released when training continues.
+        """
         self._let_go: set[str] = set()
-        """The names of the objects in the released state."""
+        """The names of the objects that the released state had."""
         self.step = self._step_of_kept()
         """The run's step at the last call of `follow`. Before the first call, the step of the saved state."""
         self._n_steps = 0
@@ -130,25 +142,35 @@ class AttachedState:
         self.is_behind = False
         """True if `follow` was not called in each round so far, because nothing was attached."""
         self._missed = 0
-        """Steps of the run that the attached objects did not make."""
+        """Steps of the run that the attached objects missed, because the run continued without this replica."""
         self._set_to: dict[str, int] = {}
-        """By name of a schedule that follows, the count that it was stepped to last. If the count is larger now, the
-        script has stepped the schedule, too."""
+        """For each schedule that follows the run, the count that it was stepped to last.
+
+        If its count is larger now, the script steps the schedule, too.
+        """
         self._own_step_at: dict[str, int] = {}
-        """By name of a schedule that follows, the steps of this process when the script itself last stepped it."""
+        """For each schedule that follows the run, the number of steps that this process had made when the script last
+        stepped the schedule.
+        """
         self._misfits: set[str] = set()
-        """The names of schedules that follow, but do not count inner steps."""
+        """The names of schedules that follow the run, although they count epochs. The script was warned of them."""
         self._ended: set[str] = set()
-        """The names of schedules that have reached their own end before the run's."""
+        """The names of schedules that have reached their own last step before the run ends."""
         self._left_out: set[str] = set()
         """The names of objects whose state can no longer be saved."""
 
         self.schedule = SaveSchedule(1, 1, 0)
         """Decides when the attached state is saved."""
         self._room: dict[str, Array] = {}
-        """The copies that were saved last. The next copies use the same memory, whose pages exist already."""
+        """The copies that were saved last.
+
+        The next copies reuse their memory, because new memory pages are slow at first use.
+        """
         self._written: list[tuple[int, int, bool]] = []
-        """The states that this process has stored: position, number of parts, and True for the first of a period."""
+        """The states that this process has stored.
+
+        Each has its position, its number of parts, and True for the first state after a snapshot.
+        """
 
     def begin(self, schedule: SaveSchedule) -> None:
         """Begin to save states by a schedule.
@@ -166,8 +188,8 @@ class AttachedState:
             thing: the object.
             step: the run's current step.
             follow: True: the object is a learning rate schedule, which must be stepped to the run's step.
-            lead: the steps that the schedule had counted before the run began. None: all that it has counted, except
-                for the steps of this process. In a later attempt without a saved state, except for the run's steps.
+            lead: the steps that the schedule had counted before the run began. None: its count minus the steps of this
+                process. In a later attempt without a saved state, its count minus the run's steps.
 
         Raises:
             TypeError: the object has no state that can be saved.
@@ -210,7 +232,8 @@ class AttachedState:
             self.follow(step, self._n_steps)
 
     def catch_up(self, step: int, n_steps: int) -> None:
-        """Call `follow` if that was skipped while nothing was attached. Call it before the first `attach`.
+        """Make up for the calls of `follow` that were skipped while nothing was attached. Call this before the first
+        `attach`.
 
         Args:
             step: the run's step.
@@ -255,10 +278,12 @@ class AttachedState:
             )  # fmt: skip
 
     def _look_for_own_step(self, name: str, schedule: Any, n_steps: int) -> None:
-        """Warn, once, of a schedule that the script also steps, but much less often than once in an inner step.
+        """Warn once if the script steps a schedule that follows the run, and does so much less often than at each inner
+        step.
 
-        Such a schedule counts epochs. If it followed, a StepLR would decay hundreds of times in an epoch, without any
-        message. A script that steps the schedule after each inner step does no harm, because the count is the run's.
+        Such a schedule counts epochs. If it followed the run's steps, a StepLR would decay hundreds of times in an
+        epoch, without any message. A script that steps the schedule after each inner step does no harm, because
+        `follow` then sets it to the run's step.
 
         Args:
             name: the name of the schedule.
@@ -279,14 +304,14 @@ class AttachedState:
         )
 
     def _within(self, name: str, schedule: Any, count: int) -> int:
-        """Return a count of steps, or the schedule's last count if that is smaller; then warn once.
+        """Return a count of steps, but at most the last count that the schedule allows. Warn once if the count is cut.
 
         OneCycleLR, alone or inside another schedule, raises an error when it is stepped beyond its own total.
 
         Args:
             name: the name of the schedule.
             schedule: the schedule.
-            count: the count that it should be stepped to.
+            count: the number of steps that the schedule should have counted.
         """
         if (last := last_count_of(schedule)) is None or count <= last:
             return count
@@ -311,10 +336,10 @@ class AttachedState:
         If a state is no longer tensors and JSON alone, it is not saved. A warning names it, and training continues.
 
         Args:
-            position: the number of entries that the run has had.
-            progress: the live work by fragment, as distances from the anchor.
-            uncounted_since: by fragment, the entry at which its live work began.
-            buffers: the model's buffers that are in no average, by name.
+            position: the number of entries that the run has completed.
+            progress: the live work of each fragment: its distance from the anchor.
+            uncounted_since: the entry at which each fragment's live work began.
+            buffers: the model's buffers that are not averaged, by name.
         """
         arrays = {f"progress/{index}": part.numpy() for index, part in enumerate(progress) if part.count_nonzero()}
         states = {f"attached/{name}": _state_calls(name, thing)[0]() for name, thing in self.things.items()}
@@ -330,7 +355,7 @@ class AttachedState:
                 continue
             arrays |= {key: self._copy(key, value) for key, value in state.items()}
         since, steps, is_first = list(uncounted_since), self.step, self.schedule.is_first_of_period(position)
-        # An upload may still read the old copies. Then this state is copied to new memory.
+        # If an upload still reads the old copies, this state needs new memory.
         self._room = arrays
         self.schedule.hand_over()
         self._background(lambda: self._put(position, steps, arrays, since, is_first=is_first))
@@ -353,8 +378,8 @@ class AttachedState:
         """Delete the states that were stored before the last two.
 
         Between two snapshots, only the newest state is needed. The one before it stays in case the newest is damaged.
-        The first state of each period stays, too, because a run that continues from an older snapshot needs a state
-        that is not newer. `collect_garbage` deletes those.
+        The first state after each snapshot stays, too, because a run that continues from an older snapshot needs a
+        state that is not newer than that snapshot. `collect_garbage` deletes these first states.
         """
         store, me = self._store.for_thread(), self._me
         for position, n_parts, is_first in self._written[:-2]:
@@ -365,7 +390,7 @@ class AttachedState:
         self._written = self._written[-2:]
 
     def _upload(self, position: int, steps: int, arrays: Arrays, since: Sequence[int]) -> int:
-        """Store a record and its tensors. Return the number of parts; 0 if that failed."""
+        """Store a record and its tensors. Return the number of parts, or 0 if the store failed."""
         store, me = self._store.for_thread(), self._me
         parts = [encode_part(part) for part in parts_of(dict(_cut(arrays)), OWN_PART_BYTES)]
         digest, *more = (digest_of(part, self._proof) for part in parts)
@@ -384,7 +409,10 @@ class AttachedState:
         return len(parts)
 
     def buffers_of_earlier_attempt(self) -> dict[str, Tensor]:
-        """Return the model's own buffers that an earlier attempt saved. Empty if there are none that can be read."""
+        """Return the buffers that an earlier attempt of this replica saved.
+
+        Empty if it saved none, or none can be read.
+        """
         with contextlib.suppress(BadRecordError), reading("buffers"):
             found = None if self.kept is None else from_arrays(self.kept.arrays, "buffers")
             return {name: typed(Tensor, values) for name, values in typed(dict, found or {}).items()}
@@ -413,7 +441,7 @@ class AttachedState:
             most: the largest position that the state may have.
         """
         prefix = keys.own_state(self._me.rank)
-        for _ in range(READ_TRIES):  # a failed listing returns no keys, like an empty one
+        for _ in range(READ_TRIES):  # a listing that failed counts as an empty one
             if listed := self._store.list_keys(prefix):
                 break
         matches = (re.fullmatch(r"(\d+)/(\d+)/record", key.removeprefix(prefix)) for key in listed)
@@ -448,7 +476,7 @@ class AttachedState:
 
 
 def _cut(arrays: Arrays) -> Iterator[tuple[str, Array]]:
-    """Yield arrays by name. An array larger than an object may be is cut into pieces of whole rows."""
+    """Yield arrays by name. An array that is too large for one object is cut into pieces of whole rows."""
     for name, array in arrays.items():
         if array.nbytes <= OWN_PART_BYTES:
             yield name, array
@@ -471,7 +499,7 @@ def _joined(found: Arrays) -> dict[str, Array]:
 
 
 def _state_calls(name: str, thing: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Return the two functions that return an object's state and load it."""
+    """Return the two functions of an object that return and load its state."""
     for take, give in _STATE_CALLS:
         if callable(getattr(thing, take, None)) and callable(getattr(thing, give, None)):
             return getattr(thing, take), getattr(thing, give)

@@ -26,11 +26,14 @@ from diloco.rendezvous.round import RoundReport
 from executors.replica import Replica, current_replica
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.8
-"""The demo has many rounds of ten steps. There these values gain more on average than the default of short plans."""
+"""The outer settings of the demo.
+
+In its many rounds of ten steps, these values reach a lower loss on average than the defaults for short plans.
+"""
 INNER_LR, INNER_WARMUP_STEPS = 3e-3, 40
 MAX_BYTES = 24 << 20
 HELD_OUT = 20
-"""One of this number of chunks is held out."""
+"""One in this number of chunks is held out for evaluation."""
 CHUNK_BYTES = 8 << 10
 SHORTEST_BYTES = 1 << 10
 
@@ -249,7 +252,7 @@ def train(
     last_ranks = reports[-1].ranks if reports else (replica.rank,)
     if replica.rank in (0, min(last_ranks)):
         if math.isnan(before):
-            before = held_out_loss(_new_model(seed), text)  # rank 0 has measured it, and is no longer in the run
+            before = held_out_loss(_new_model(seed), text)  # rank 0 has measured the loss, and has already left the run
         result |= {"loss_before": before, "loss": held_out_loss(model, text)}
         if compare:
             result |= _compare(text, replica, new_inner, steps)

@@ -1,9 +1,9 @@
-"""Copies between a CUDA device and the memory of held work, on a stream of their own, so that training continues.
+"""Copies tensors between a CUDA device and pinned memory, on a separate CUDA stream, while training continues.
 
-Each user of a copy waits for that copy alone. The next optimizer step waits only until its values were read. The round
+Each side waits only for the copy that it needs. The next optimizer step waits until its old values were read. The round
 runner waits before it packs, and the training thread waits before it adds the merged values. Parameters are copied in
-their own dtype and widened on the CPU, so a bf16 value needs two bytes. It
-follows torch's notes on CUDA semantics, and was not yet run on a GPU.
+their own dtype and converted to float32 on the CPU, so a bf16 value needs two bytes. The order of events follows
+torch's notes on CUDA semantics. This module was not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class DeviceCopies:
         self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
         self._narrow: list[tuple[Tensor, Tensor]] = []
-        """For each tensor of another dtype, its place in the memory, and its copy."""
+        """For each tensor that is not float32, its place in the memory, and its copy in its own dtype."""
         self._merged_copied: torch.cuda.Event | None = None
 
     @classmethod
     def of(cls, live: Values) -> DeviceCopies | None:
-        """Return the copies for some tensors. None: the tensors are not all on one CUDA device.
+        """Return the `DeviceCopies` for some tensors. None: the tensors are not all on one CUDA device.
 
         Args:
             live: the tensors of a fragment.
@@ -77,7 +77,7 @@ class DeviceCopies:
     def wait(self) -> None:
         """Return when the held values are in their memory."""
         if self._copied is not None:
-            self._copied.synchronize()  # it releases the interpreter's lock while it waits
+            self._copied.synchronize()  # this call releases the interpreter's lock while it waits
             for to, narrow in self._narrow:
                 to.copy_(narrow)
         self._copied, self._narrow = None, []

@@ -1,8 +1,8 @@
 """Warns if replicas train on the same data, because they send the same work, bit for bit.
 
-Such replicas add nothing, and everything else looks well. Work of equal bits comes from equal data. On GPUs whose
-kernels add in a random order, or on different processors, the same data gives other bits. This check does not find
-that.
+Such replicas add nothing, and nothing else shows the mistake. Work with equal bits comes from equal data. The reverse
+does not hold: on different processors, or on GPUs whose kernels add in a random order, the same data gives different
+bits. This check does not find that case.
 """
 
 from __future__ import annotations
@@ -19,9 +19,15 @@ log = logging.getLogger(__name__)
 
 SameDataMode = Literal["raise", "warn", "allow"]
 ROUNDS = 3
-"""Rounds in a row that prove it. One round may be chance, if a data set begins with the same batch everywhere."""
+"""The number of rounds in a row that prove the mistake.
+
+One round may be chance, if a data set begins with the same batch everywhere.
+"""
 MOST_NAMED = 4
-"""Most ranks that a message names, so that the advice still fits in the one line that tables and summaries show."""
+"""Most ranks that a message names.
+
+With more, the advice would not fit in the one line that tables and summaries show.
+"""
 ADVICE = "Give each replica its own: replica.shard(dataset), or a seed that depends on current_replica().rank."
 
 
@@ -31,7 +37,7 @@ class DuplicateWorkCheck:
     Args:
         mode: the reaction: "raise", "warn" or "allow".
         rank: this replica.
-        replica: shows the finding with its other numbers. None: this process is not a replica.
+        replica: the replica of this process, whose status shows the finding. None: this process is not a replica.
         had_moved: returns True if any parameter had changed when the work for an entry was sent. Work without any
             change proves nothing.
 
@@ -53,20 +59,20 @@ class DuplicateWorkCheck:
         self._in_a_row = 0
         self._has_counted = False
         self.needs_no_check = False
-        """True if only a report of the same work can change anything, so that other reports need no check."""
+        """True once work that changed was seen. From then on, only reports with duplicate work need a check."""
 
     def expect_no_moves(self) -> None:
         """Do not warn if no value changes, because an average of weights may not have begun yet."""
         self._has_counted = True
 
     def check(self, reports: Iterable[RoundReport]) -> None:
-        """Warn when the same work begins, and show it with the replica's other numbers while it lasts.
+        """Warn when replicas begin to send the same work, and show that in the replica's status while it lasts.
 
         Args:
             reports: the reports of new rounds.
 
         Raises:
-            DuplicateWorkError: it happened in `ROUNDS` rounds in a row, and the mode is "raise".
+            DuplicateWorkError: replicas sent the same work in `ROUNDS` rounds in a row, and the mode is "raise".
         """
         for report in reports:
             if report.counted and not self._has_counted:
@@ -84,8 +90,8 @@ class DuplicateWorkCheck:
                 raise DuplicateWorkError(f'{sentence} If it is intended, pass same_data="allow".')
 
     def _check_it_moved(self, report: RoundReport) -> None:
-        """Warn if the first counted work is empty: no parameter has changed. Later, parameters may be frozen on
-        purpose.
+        """Warn if the first counted work is empty, because no parameter has changed. Later rounds are not checked:
+        parameters may be frozen on purpose.
         """
         if self._is_empty(report) and report.work > 0:
             log.warning(

@@ -1,6 +1,4 @@
-"""Tensors outside the model that DiLoCo averages, too, such as an EMA of the weights or an optimizer's copies of
-them.
-"""
+"""Lets DiLoCo average tensors outside the model, too: an EMA of the weights, or an optimizer's copies of them."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ class ExtraTensorsModule(nn.Module):
     """A module whose parameters share their memory with given tensors, so that a DiLoCo can average them.
 
     Args:
-        thing: the tensors. Only float tensors are used. For a module, they are its parameters, frozen or not, and its
-            saved buffers.
+        thing: the tensors. Only float tensors are used. For a module, these are all its parameters, also frozen ones,
+            and its saved buffers.
 
     Raises:
         TypeError: `thing` is not of a kind that `average_also` accepts, or has an element that is not a tensor.
@@ -34,7 +32,8 @@ class ExtraTensorsModule(nn.Module):
     def __init__(self, thing: ExtraTensors) -> None:
         super().__init__()
         self._thing = thing if not isinstance(thing, nn.Module) else None
-        self._module = (thing,) if isinstance(thing, nn.Module) else ()  # in a tuple: it is not a submodule
+        # in a tuple, so that torch does not make it a submodule
+        self._module = (thing,) if isinstance(thing, nn.Module) else ()
         self._names: list[str] = []
         for number, (name, tensor) in enumerate(self.tensors().items()):
             # A parameter's name may not have dots, so the tensor's name is only for messages, and the number makes it
@@ -49,7 +48,7 @@ class ExtraTensorsModule(nn.Module):
 
     @property
     def module_of_copies(self) -> nn.Module | None:
-        """The given module. None: something else was given."""
+        """The module that the user gave. None: the user gave a mapping or a function."""
         return self._module[0] if self._module else None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -76,7 +75,7 @@ class ExtraTensorsModule(nn.Module):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Share memory with the current tensors, because an optimizer may have replaced them by new ones."""
+        """Share memory with the current tensors. An optimizer may have replaced the earlier ones by new ones."""
         tensors = self.tensors()
         for name, parameter in zip(self._names, self.parameters(), strict=True):
             if parameter.data_ptr() != tensors[name].data_ptr():
@@ -87,7 +86,7 @@ def addresses_of(averaged: Iterable[tuple[object, ExtraTensorsModule]]) -> set[i
     """Return the memory addresses of all tensors of some `ExtraTensorsModule`.
 
     Args:
-        averaged: pairs of the DiLoCo that averages the tensors, and the tensors.
+        averaged: pairs of a DiLoCo and the tensors that it averages.
 
     Example:
         addresses_of([(diloco, ExtraTensorsModule(ema))])

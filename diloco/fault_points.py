@@ -1,8 +1,9 @@
-"""Names the calls of the store at which `replicas launch --chaos kill:…,at=NAME` can kill a replica.
+"""Names the points in a round at which `replicas launch --chaos kill:…,at=NAME` can kill a replica. Each is a call of
+the store.
 
-Objects of a round are stored under the index of the round. A snapshot is stored under the number of rounds before it,
-which is 0 for the first anchor. The package announces this table under the entry point group `replicas.fault_points`.
-This file does not import torch.
+Objects of a round have the index of the round in their key. A snapshot has the number of rounds before it, which is 0
+for the first anchor. The package publishes this table in the entry point group `replicas.fault_points`. This file does
+not import torch.
 """
 
 from __future__ import annotations

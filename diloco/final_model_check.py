@@ -1,8 +1,9 @@
 """Warns if the script changes its replica's model after the run, for example by a checkpoint or `update_bn`.
 
-After `close()` all replicas hold the same model. Later, the script changes the model of its own replica alone. That is
-right if each replica makes the same change, or if one replica makes it for all. So a replica only notes a number for
-its changed model, and the run has a warning if replicas have different numbers.
+After `close()` all replicas hold the same model. A script that then changes the model changes it in its own replica
+only. That is right if each replica makes the same change, or if the change is meant for one replica only. So each
+replica records a number that stands for its changed model, and the run warns if replicas have recorded different
+numbers.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch.optim.optimizer import Optimizer
 from diloco.stale_copies.optimizer_hook import unwatch, watch
 
 MOST_BYTES = 4 << 20
-"""Most memory of the compared tensors. It stays in use until the model is deleted."""
+"""Most bytes of the tensors that are compared. Their memory stays in use until the model is deleted."""
 MOST_VALUES = 256
-"""Most compared values of each tensor. To compare all values would take as long as another round."""
+"""Most values that are compared in each tensor. A comparison of all values would take as long as another round."""
 
 
 class FinalModelCheck:
@@ -35,8 +36,8 @@ class FinalModelCheck:
     Args:
         owner: the module that has the tensors, usually the model.
         tensors: the tensors that all replicas have in common now, by name.
-        note: called, at most once, with a number that stands for the changed values. The number is nearly the same on
-            replicas that have changed their models in the same way.
+        note: called at most once, with a number that stands for the changed values. Replicas that have changed their
+            models in the same way get nearly the same number.
 
     Example:
         check = FinalModelCheck(model, dict(model.named_parameters()), print)
@@ -56,12 +57,13 @@ class FinalModelCheck:
         watch(self._note_step)
 
     def look(self) -> None:
-        """Compare the model with its values at `close()`. Only the first call does so."""
+        """Compare the model with its values at `close()`. Later calls do nothing."""
         tensors, self._tensors = self._tensors, {}
         self.drop()
         if os.getpid() != self._pid:
             return
-        # A hint must not end a finished training with an error, for example because a GPU is no longer available.
+        # The check is only a hint. It must not end a finished training with an error, for example because a GPU is
+        # gone.
         with suppress(Exception):
             if (mark := _mark_of_changed(tensors)) is not None:
                 self._note(mark)
@@ -73,7 +75,7 @@ class FinalModelCheck:
         unwatch(self._note_step)
 
     def has_any_of(self, tensors: Iterable[Tensor]) -> bool:
-        """Return True if one of the tensors belongs to this check.
+        """Return True if this check compares one of the tensors.
 
         Args:
             tensors: any tensors.
@@ -110,12 +112,12 @@ def _some_values(tensor: Tensor) -> Tensor:
 
 
 def _smallest(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the smallest tensors with their names, at most `MOST_BYTES` together. They are the same on each replica.
+    """Yield the smallest tensors with their names, at most `MOST_BYTES` together. Each replica chooses the same ones.
 
     Args:
         tensors: the tensors by name.
     """
-    # A tensor may be a view, and the memory behind it stays in use as a whole.
+    # A tensor may be a view of a larger tensor, whose whole memory then stays in use.
     sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in tensors.items() if not tensor.is_meta}
     total = 0
     for name, size in sorted(sizes.items(), key=lambda item: (item[1], item[0])):
@@ -128,8 +130,8 @@ def _smallest(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 def _mark_of_changed(tensors: Mapping[str, tuple[Tensor, Tensor]]) -> float | None:
     """Return a number that stands for all changed values. None: no value has changed.
 
-    The number is the sum of the values with random signs, relative to their norm. So it is about 1, and it changes with
-    a relative change of the values. It does not change with the order in which another processor adds numbers.
+    The number is the sum of the values with random signs, divided by their norm, so its size is about 1. It differs for
+    other values. It does not differ if another processor adds the same values in another order.
 
     Args:
         tensors: by name, each tensor and its values at `close()`.

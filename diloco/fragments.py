@@ -27,8 +27,10 @@ from executors.store.protocol import LimitedStore
 
 FragmentSpec: TypeAlias = int | Sequence[Sequence[nn.Module | str]]
 MARK_VALUES = 256
-"""Values of each frozen parameter or buffer that its mark is made of. They are few, so that two seeds give different
-means."""
+"""Number of values of a frozen parameter or buffer that identify it.
+
+They are few, so that two seeds give different means.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Tensors that are averaged together: parameters first, then buffers.
+    """Tensors that are averaged together: first the parameters, then the buffers.
 
     Attributes:
         index: the number of the fragment, from 0.
@@ -83,16 +85,16 @@ def plan_fragments(
         fragments: a number of fragments, over which layers are distributed in turn, as Streaming DiLoCo found best
             (arXiv 2501.18512, section 2.3). Or lists of modules, or of names of modules or parameters. The lists must
             contain each trainable parameter exactly once.
-        sync_buffers: whether float buffers are averaged. None: they are, unless one of the wires is too coarse for
-            them, which a warning reports.
+        sync_buffers: True: float buffers are averaged. False: they are not. None: they are, unless the wire is too
+            coarse for them. A warning reports that case.
         wires: the names of the encodings of contributions and means.
 
     Returns:
         The fragments, in their order.
 
     Raises:
-        ValueError: the model has no trainable parameters, or too few layers. Or the lists do not contain the model
-            once. Or buffers must be averaged, and a wire is too coarse for them.
+        ValueError: the model has no trainable parameters, or too few layers. Or the lists do not contain each trainable
+            parameter exactly once. Or buffers must be averaged, and a wire is too coarse for them.
         TypeError: the model is not a module, or its parameters cannot be averaged: they are sharded, or not numbers.
 
     Example:
@@ -129,7 +131,7 @@ def plan_fragments(
 
 
 def check_sizes(fragments: Sequence[Fragment], wire: str, store: Store) -> None:
-    """Check that the store accepts objects as large as the contributions.
+    """Check that no contribution is larger than the largest object that the store accepts.
 
     Args:
         fragments: the fragments of the model.
@@ -155,7 +157,7 @@ def check_sizes(fragments: Sequence[Fragment], wire: str, store: Store) -> None:
 
 
 def marks_of_frozen(model: nn.Module) -> dict[str, float]:
-    """Return a number for each frozen parameter. It differs for weights of another origin, and not for another machine.
+    """Return a number for each frozen parameter that identifies its weights. It is the same on every machine.
 
     Args:
         model: the model.
@@ -233,7 +235,7 @@ def _dealt_out(model: nn.Module, parameters: dict[str, nn.Parameter], count: int
 def _layers(
     model: nn.Module, parameters: dict[str, nn.Parameter], count: int
 ) -> tuple[list[list[str]], list[list[str]]]:
-    """Return the names of the parameters in each layer of the model's longest stack, and in each other module."""
+    """Return parameter names by module: the layers of the model's longest list of layers, and all other modules."""
     stacks = []
     for path, module in modules_by_clean_name(model).items():
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
@@ -283,8 +285,9 @@ def _parameters_of(model: nn.Module, item: nn.Module | str, index: int) -> Itera
         yield from item.parameters()
         return
     named = [*model.named_parameters(remove_duplicate=False)]
-    # Names with the prefixes of wrappers are accepted, too, because the user may have printed them. Clean names come
-    # first, because "module" may be the name of a layer, and must then not select all that is inside a wrapper.
+    # Names with the prefixes of wrappers are accepted, too, because the user may have printed them. Names without
+    # prefixes are tried first: a layer may be named "module", and that name must not select all parameters inside a
+    # wrapper.
     for name_of in (partial(clean_name, model), str):
         found = [p for name, p in named if f"{name_of(name)}.".startswith(f"{item}.")]
         if found:

@@ -4,11 +4,11 @@ The training thread copies its live parameters, B, and continues to train. The r
 the anchor from A to A'. It then turns the same memory into the values to merge. Let S be the values that the others
 decoded. Counted work leaves the live parameters by adding A' - A + S. Later steps stay in them, and so does the
 rounding error of the wire. This is the error feedback of 1-bit SGD (Seide et al. 2014), with the live parameters as its
-memory. Buffers are statistics, and not work: a variance that is moved in this way may become negative. They are set to
-the values of the anchor, in each case.
+memory. Buffers are statistics, and a variance that is moved in this way may become negative. So buffers are always set
+to the values of the anchor.
 
-If every step waits for its round, a copy is made only if it is needed. Otherwise the rounding error is computed from
-the live parameters while the anchor is stepped.
+If `step()` waits for each round, the live parameters do not change during it. Then no copy is needed in most cases, and
+the rounding error is computed from the live parameters while the anchor is stepped.
 
 The memory belongs to the training thread until the work is handed over, then to the round runner until the result is
 ready, and then to the training thread again. No lock guards it.
@@ -55,11 +55,12 @@ Parts = list[tuple[int, Tensor]]
 
 
 class BufferPool:
-    """Memory that fragments use in turn, because few of them are in flight at a time.
+    """Memory that fragments take and give back, because only few fragments are in flight at a time.
 
     Args:
         n_elements: number of elements of the largest fragment.
-        keeps: True: keep memory that is given back. The first use of a page costs several times a copy.
+        keeps: True: keep memory that is given back, because the first use of a new memory page costs as much as several
+            copies.
 
     Example:
         memory = pool.take(1000, is_pinned=False)
@@ -85,8 +86,7 @@ class BufferPool:
         return free.pop()[:n_elements]
 
     def give(self, memory: Tensor, *, is_pinned: bool) -> None:
-        """Take memory back. The memory of two fragments is kept. More is in use only during a reload, and is then
-        freed.
+        """Take memory back. The pool keeps the memory of two fragments. Only a reload uses more, and that is freed.
 
         Args:
             memory: the memory.
@@ -97,13 +97,13 @@ class BufferPool:
 
 
 class WireError:
-    """Adds up the rounding error of a wire, relative to the work."""
+    """Measures the rounding error of a wire, relative to the work."""
 
     def __init__(self) -> None:
         self._lost_square = self._square = 0.0
 
     def add(self, work: Floats, sent: Floats) -> None:
-        """Replace a piece of the work by the rounding error: the sent values less the work.
+        """Replace a piece of the work by its rounding error: the sent values minus the work.
 
         Args:
             work: the piece of the work, anchor - live. It is changed.
@@ -120,7 +120,7 @@ class WireError:
 
 
 class HeldWork:
-    """The work of one fragment between the training thread and the round runner.
+    """The work of one fragment, on its way from the training thread to the round runner and back.
 
     Args:
         model: the model.
@@ -149,12 +149,15 @@ class HeldWork:
         self._on_device: list[Tensor] = []
         """The values to merge on the device, by slot."""
         self._kind: Literal["add", "set", "anchor"] | None = None
-        """The way to merge: add the memory, or replace the live parameters by the memory, or by the anchor."""
+        """The way to merge: add the held values to the live parameters, or replace the live parameters by the held
+        values or by the anchor.
+        """
         self._mix = 0.0
         self._shift: Tensor | None = None
         """A change of the anchor that is added to the live parameters, too."""
 
-    # -- the training's side -----------------------------------------------------------------------------------------
+    # -- called by the training thread
+    # -----------------------------------------------------------------------------------------
 
     def hold(self, who: str) -> None:
         """Copy the live parameters.
@@ -204,7 +207,8 @@ class HeldWork:
         if kind is not None:
             self.forget()
 
-    # -- the rounds' side --------------------------------------------------------------------------------------------
+    # -- called by the round runner
+    # --------------------------------------------------------------------------------------------
 
     @property
     def memory(self) -> Tensor:
@@ -214,7 +218,7 @@ class HeldWork:
         return self._memory
 
     def values(self) -> Values:
-        """Return the held copy, or else the live parameters."""
+        """Return the held copy if there is one, and otherwise the live parameters."""
         if not self.is_held:
             return live_tensors(self._model, self._fragment)
         if self._copies is not None:
@@ -259,10 +263,11 @@ class HeldWork:
         return lost.share
 
     def stepped_in_place(self, mean: Pieces, *, sent: Pieces, lost: WireError, block_elements: int) -> Pieces:
-        """Yield a mean in pieces, and remove the sent work from the live parameters themselves. No step was made since.
+        """Yield a mean in pieces, and remove the sent work from the live parameters in place, without a held copy.
 
-        When a piece of the anchor was stepped, the live piece is set to it, less the rounding error. So no memory is
-        needed, and an interrupt leaves no parameter half changed.
+        Use it only if no step was made since the work was sent. After each piece of the anchor was stepped, the live
+        piece is set to it, minus the rounding error. So no memory is needed, and an interrupt leaves no parameter half
+        changed.
 
         Args:
             mean: the mean, in pieces.
@@ -304,14 +309,14 @@ class HeldWork:
         return self.memory
 
     def keep_work(self) -> None:
-        """Prepare to move the live parameters with the anchor, from where the anchor is now."""
+        """Prepare to move the live parameters by the change that the next outer step makes to the anchor."""
         if self._kind is None:
             torch.neg(self._anchor, out=self._turn_into("add"))
         elif self._kind != "anchor":
             self.memory.sub_(self._anchor)
 
     def after_step(self) -> None:
-        """Add the anchor, after it was stepped."""
+        """Add the stepped anchor to the prepared values."""
         if self._kind in ("add", "set"):
             self.memory.add_(self._anchor)
             self._take_buffers()
@@ -340,7 +345,8 @@ class HeldWork:
             return
         if self._copies is not None:
             self._copies.wait()
-        if self._kind is None:  # held work moves along, so that the work that was sent of it stays the same
+        # held work moves by the same change, so its distance from the anchor, which was sent, stays the same
+        if self._kind is None:
             shift[self._buffers] = 0.0
             self._shift = shift if self._shift is None else self._shift.add_(shift)
             self.memory.add_(shift)
@@ -415,7 +421,7 @@ def pack(
     who: str,
     block_elements: int = BLOCK_ELEMENTS,
 ) -> PackedWork:
-    """Encode anchor - live block by block. Each piece stays in the cache while it is digested and checked.
+    """Encode anchor - live block by block, and digest and check each piece while it is in the processor's cache.
 
     Args:
         live: all tensors of a fragment.
@@ -468,8 +474,8 @@ def pack(
 def has_moved(live: Values, anchor: Tensor) -> bool:
     """Return True if a live value differs from the anchor's, in the digits of the model's dtype.
 
-    The comparison goes by pieces, because a difference is mostly in the first piece. To copy a whole embedding in each
-    round would be slow.
+    The comparison goes piece by piece, and usually finds a difference in the first one. A copy of a whole embedding in
+    each round would be slow.
 
     Args:
         live: all tensors of a fragment.
@@ -591,7 +597,7 @@ def _refuse_what_is_not_finite(live: Values, anchor: Tensor, who: str) -> None:
 
 
 def check_is_whole(model: nn.Module, fragments: Sequence[Fragment], who: str) -> None:
-    """Check that every trained parameter is in a fragment.
+    """Check that every parameter that requires gradients is in a fragment.
 
     Args:
         model: the model.
@@ -608,7 +614,7 @@ def check_is_whole(model: nn.Module, fragments: Sequence[Fragment], who: str) ->
     trained = by_clean_name(model, ((name, p) for name, p in model.named_parameters() if p.requires_grad))
     if new := [name for name in trained if name not in known]:
         raise ContributionError(
-            f"{who}: {new[0]!r} is trained and in no average, because it was frozen or not in the model when this "
+            f"{who}: {new[0]!r} is trained but not averaged, because it was frozen or not in the model when this "
             f"DiLoCo was created ({len(new)} such). Create DiLoCo while all of these require gradients, and freeze "
             "them later."
         )

@@ -1,4 +1,5 @@
-"""The buffers of a model that are not averaged: each replica has its own, and saves those that training has changed.
+"""Finds the buffers of a model that are not averaged. Each replica has its own, and saves those that training has
+changed.
 
 Examples are masks and tables, or running statistics if the wire is too coarse to average them.
 """
@@ -17,7 +18,7 @@ from diloco.fragments import MARK_VALUES, Fragment
 from diloco.tensor_names import saved_buffers
 
 LARGE = 1 << 20
-"""Number of values from which on a table, such as quantized weights, takes too long to read at each save."""
+"""A table with more values than this, such as quantized weights, takes too long to read at each save."""
 
 
 class LocalBuffers:
@@ -44,7 +45,9 @@ class LocalBuffers:
         buffers = self._all()
         self._at_first = {name: self._digest(name, buffer) for name, buffer in buffers.items()}
         self.marks = {name: mark for name, buffer in buffers.items() if isfinite(mark := _mark(buffer))}
-        """For each buffer of several values, a number that differs if another replica begins with other values."""
+        """For each buffer of several values, a number that identifies its first values, so that replicas can compare
+        them.
+        """
 
     @torch.no_grad()
     def give(self, kept: Mapping[str, Tensor]) -> None:
@@ -85,15 +88,15 @@ class LocalBuffers:
 
 
 def _mark(buffer: Tensor) -> float:
-    """Return a number that stands for a buffer's values. NaN: it has none.
+    """Return a number that stands for a buffer's values. NaN: the buffer is empty.
 
-    It depends on the places of the values, too, because two random permutations have the same values.
+    The number depends on the order of the values, too, because two random permutations have the same values.
     """
     if buffer.numel() < 2 or buffer.is_complex():
         return float("nan")
     values = (
         buffer.reshape(-1)[:: -(-buffer.numel() // MARK_VALUES) | 1].cpu().double()
-    )  # an odd distance reaches all columns
+    )  # with an odd distance, the samples come from all columns
     return float((values / torch.arange(1, len(values) + 1, device="cpu")).sum())
 
 

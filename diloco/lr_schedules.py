@@ -1,4 +1,4 @@
-"""Learning rate schedules that DiLoCo steps to the run's step: which ones can follow, and remedies for the others."""
+"""Checks whether a learning rate schedule can follow the run's step, and names a remedy if it cannot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def unwrapped(thing: Any) -> Any:
     """Return the optimizer or schedule of torch inside an object that `accelerator.prepare` returned.
 
     A prepared schedule cannot be stepped to the run's step: its `step()` does nothing while gradients accumulate, or
-    after a step that the loss scaler skipped. The run counts these steps all the same.
+    after a step that the loss scaler skipped. The run counts these steps, too.
 
     Args:
         thing: an `AcceleratedScheduler` or an `AcceleratedOptimizer`. Any other object is returned unchanged.
@@ -51,7 +51,7 @@ def counts_steps(thing: Any) -> bool:
         counts_steps(LinearLR(optimizer)), counts_steps(ReduceLROnPlateau(optimizer))  # True, False
     """
     if isinstance(thing, ChainedScheduler):
-        return all(map(counts_steps, thing._schedulers))  # a part may have a class of the user
+        return all(map(counts_steps, thing._schedulers))  # a part may be of a class of the user
     is_stepped_alone = isinstance(thing, LRScheduler) and not isinstance(thing, ReduceLROnPlateau)
     return is_stepped_alone and isinstance(getattr(thing, "last_epoch", None), int)
 
@@ -65,7 +65,8 @@ def steps_counted(schedule: Any) -> int:
     Example:
         steps_counted(schedule)  # 0, before its first step()
     """
-    if isinstance(schedule, ChainedScheduler):  # it has no count of its own, and steps all its parts together
+    # a ChainedScheduler has no count of its own, and steps all its parts together
+    if isinstance(schedule, ChainedScheduler):
         return steps_counted(schedule._schedulers[-1])
     counted: int = schedule.last_epoch
     return counted
@@ -84,7 +85,7 @@ def last_count_of(schedule: Any) -> int | None:
     """
     if isinstance(schedule, OneCycleLR):
         return int(schedule.total_steps)
-    if isinstance(schedule, SequentialLR):  # the last of its schedules begins at the last milestone
+    if isinstance(schedule, SequentialLR):  # the last schedule of a SequentialLR begins at the last milestone
         last = last_count_of(schedule._schedulers[-1])
         return None if last is None else last + (schedule._milestones[-1] if schedule._milestones else 0)
     if isinstance(schedule, ChainedScheduler):
@@ -93,7 +94,7 @@ def last_count_of(schedule: Any) -> int | None:
 
 
 def check_can_follow(name: str, thing: Any) -> None:
-    """Check that an object is a schedule that can follow the run.
+    """Raise an error if an object is not a schedule that can follow the run.
 
     Args:
         name: the name that it is attached by.
@@ -122,6 +123,7 @@ def _remedy_of(thing: Any) -> str:
         return "Do not attach it, and call its step_update(diloco.inner_step) after each diloco.step()."
     if callable(getattr(thing, "step", None)) and isinstance(getattr(thing, "param_groups", None), list):
         return "Attach an optimizer without follow=True."
-    if isinstance(thing, ReduceLROnPlateau) or hasattr(thing, "last_epoch"):  # GreedyLR of transformers, too
+    # the class GreedyLR of transformers is one of these, too
+    if isinstance(thing, ReduceLROnPlateau) or hasattr(thing, "last_epoch"):
         return "It needs a metric: attach it without follow=True, and call its step(metric) yourself."
     return "Make the learning rate a function of `diloco.inner_step` instead."

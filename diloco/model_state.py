@@ -1,7 +1,7 @@
 """The training state of a torch model: its anchor, its outer optimizers and its live parameters.
 
-It needs memory for one float32 copy of the anchor and one of the momentum. It also keeps part of a payload: one shard
-if the store streams and the wire is exact, and otherwise the whole payload.
+It needs memory for one float32 copy of the anchor and one of the momentum. It also keeps encoded work for upload: one
+shard if the store streams and the wire is exact, and otherwise all of it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from diloco.wires.wire import BLOCK_ELEMENTS, Pieces, blocks_of, decoded, square
 
 
 class ModelState:
-    """Implements `TrainingState`, which the rendezvous knows, for a torch model.
+    """The state of a torch model, behind the interface `TrainingState` that the rendezvous uses.
 
     Args:
         model: the model.
@@ -71,7 +71,7 @@ class ModelState:
         self.local_buffers = LocalBuffers(model, fragments)
         self.unshared = UnsharedState(model, fragments)
         self._unmoved: dict[int, int] = {}
-        """By fragment, the newest entry for which no parameter had changed."""
+        """For each fragment, the newest entry for which no parameter had changed."""
         self.carries = settings.late == "carry"
         self.keeps_later_work = settings.merge == "carry"
         self.settings = settings
@@ -100,7 +100,7 @@ class ModelState:
             for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
         ]
         self.anchor = anchor_ = Anchor(self.fragments, self.anchors, outer)
-        # The rendezvous calls these methods of the anchor itself, without one more call in between.
+        # These are the anchor's own methods, so that the rendezvous calls them without a wrapper.
         self.arrays, self.load, self.snapshot, self.digest = (
             anchor_.arrays,
             anchor_.load,
@@ -120,11 +120,12 @@ class ModelState:
         }
         marks = self._frozen if self.is_back else self._frozen | self.local_buffers.marks
         frozen = {"frozen": marks} if marks else {}
-        stepped = [fragment.n_stepped for fragment in self.fragments]  # before the buffers
+        stepped = [fragment.n_stepped for fragment in self.fragments]  # parameters come before the buffers
         more = {"unshared": self.unshared.lines()} if self.unshared.more else {}
         return {"tensors": tensors, "stepped": stepped, **self.settings.agreed_settings(), **frozen, **more}
 
-    # -- the training's side -----------------------------------------------------------------------------------------
+    # -- called by the training thread
+    # -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def hold(self, fragment: int, *, is_early: bool) -> None:
@@ -152,7 +153,8 @@ class ModelState:
         for held in self._held:
             held.merge()
 
-    # -- the rounds' side --------------------------------------------------------------------------------------------
+    # -- called by the round runner
+    # --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def pack(
@@ -198,7 +200,7 @@ class ModelState:
         lost, keeps = None, self._keeps(verdict) or (partly and verdict is Verdict.KEPT)
         may_tell_lost = held.is_held or self._steps_in_place(fragment.index)
         if self._is_final(entry) or not (partly or keeps or verdict is Verdict.COUNTED):
-            held.take_anchor()  # a planned run ends with one model
+            held.take_anchor()  # a planned run must end with the same model on all replicas
         elif keeps:
             held.keep_work()
         elif verdict is Verdict.COUNTED and packed is not None and not self.wire.is_exact and may_tell_lost:
@@ -235,7 +237,7 @@ class ModelState:
         Args:
             entry: the entry of the mean.
             mean: the encoded mean.
-            around: does something before and after each piece.
+            around: receives the pieces and yields them, for example to add something up.
         """
         fragment, _, _ = self._of(entry)
         square = _Square()
@@ -280,12 +282,15 @@ class ModelState:
                 set_live(self.model, fragment, anchor - self._mix * progress[index])
 
     def take_anchor(self) -> None:
-        """Set the live parameters to the anchor, unless an interrupted outer step has damaged the anchor."""
+        """Set the live parameters to the anchor.
+
+        If an interrupted outer step has damaged the anchor, change nothing.
+        """
         if not self.anchor.is_torn:
             self.resume(None)
 
     def reserve(self, size_bytes: int) -> None:
-        """Take memory for a part of a payload now, because the first use of a page costs several times a copy.
+        """Reserve memory for encoded work now, because the first use of a memory page costs as much as several copies.
 
         Args:
             size_bytes: the size of the part.
@@ -306,7 +311,7 @@ class _Square:
         self._sum = 0.0
 
     def of(self, pieces: Pieces) -> Pieces:
-        """Yield the pieces."""
+        """Yield the pieces unchanged, and add up their squares."""
         for first, values in pieces:
             self._sum += square_of(values) or 0.0
             yield first, values

@@ -1,9 +1,9 @@
 """Warns of optimizers that compute their next step from a history of earlier steps, such as LBFGS.
 
 A round makes such a history wrong. LBFGS estimates the curvature from the change of gradients over its last steps. A
-round moves the parameters between two steps, so the change of the gradient no longer belongs to the step. Without a
-line search, LBFGS may then diverge. Momentum and second moments (SGD, Adam, Muon, Shampoo) are averages of gradients,
-which a round only makes a little older.
+round moves the parameters between two steps, so the change of the gradient no longer comes from the step alone. Without
+a line search, LBFGS may then diverge. Momentum and second moments (SGD, Adam, Muon, Shampoo) are averages of gradients.
+A round does them little harm.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.optim.optimizer import Optimizer
 from diloco.stale_copies.optimizer_hook import unwatch, watch
 
 NAMES = re.compile("BFGS|Anderson", re.IGNORECASE)
-"""Finds the class names of such optimizers, in torch and elsewhere: LBFGS, FullBatchLBFGS, LBFGSNew."""
+"""Matches the class names of such optimizers, in torch and elsewhere: LBFGS, FullBatchLBFGS, LBFGSNew."""
 KEYS = re.compile("old|prev|hist|past")
-"""Finds the key of a list of tensors from earlier steps, in the state of a parameter."""
+"""Matches the key of a list of tensors from earlier steps, in the state of a parameter."""
 MOST_LOOKED_AT = 4
 """Number of parameters whose state is examined. LBFGS keeps everything in the state of the first parameter."""
 
@@ -46,9 +46,9 @@ class OptimizerHistory:
     def __init__(self, model: nn.Module) -> None:
         self._own = set(map(id, model.parameters()))
         self.last_merge = ""
-        """The last merge that has changed the parameters, in the words of the message. Empty: there was none yet."""
+        """The last merge that changed the parameters, as text for the message. Empty: there was none yet."""
         self._looked: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
-        """By optimizer, the value of `last_merge` at its last step."""
+        """For each optimizer, the value of `last_merge` at its last step."""
         me = ref(self)
 
         def look(optimizer: Optimizer) -> None:
@@ -61,12 +61,12 @@ class OptimizerHistory:
         watch(look)
 
     def close(self) -> None:
-        """End the watch."""
+        """Stop watching optimizers."""
         unwatch(self._callback)
 
     def _look(self, optimizer: Optimizer) -> None:
         """Examine the first step of an optimizer after a merge. Called before each optimizer step of this thread."""
-        # At its first step, an optimizer has no history, or one from another run that was loaded with its state.
+        # At its first step, an optimizer has no history, or a loaded one from another run. Neither is a reason to warn.
         before = self._looked.setdefault(optimizer, self.last_merge)
         if before == self.last_merge:
             return

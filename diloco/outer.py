@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 
 # More than 20 methods: 17 of them are the interface for users, who call everything on one object. The others check that
-# the object is open, or end the run. `RoundScope` and `StateSaver` have the work around a round.
+# the object is open, or end the run. `RoundScope` and `StateSaver` do the work around a round.
 class DiLoCo:
     """Trains a model together with the other replicas of a run, through a directory or a bucket.
 
@@ -115,7 +115,7 @@ class DiLoCo:
             usually arrive together, but not below 1/20 of the time between two rounds. May differ between replicas.
         round_timeout_s: Longest time, in seconds, that a round may take; more than 0, default 1800. Then `step()`
             raises `QuorumTimeoutError`. If the store does not answer for this time, `step()` raises the store's error.
-            A replica that sees no member of the last round waits two phases longer. May differ between replicas.
+            A replica that finds no replica of the last round waits two phases longer. May differ between replicas.
         snapshot_every: Rounds from one snapshot to the next, at least 1, default 10. Replicas that start again or join
             begin at the newest snapshot.
         allow_no_rounds: True: `close()` accepts training without any round. Default False: `close()` raises, because
@@ -123,7 +123,8 @@ class DiLoCo:
 
     Args: Outer optimizer
         outer_optimizer: A function from a list of parameters to the `torch.optim.Optimizer` that steps the anchor. It
-            is used as it is, without ramp and final average. Default None: Nesterov SGD with the next four arguments.
+            is used as it is: its momentum does not grow, and there is no final average. Default None: Nesterov SGD with
+            the next four arguments.
         outer_lr: Learning rate of the default outer optimizer, at least 0. If `outer_lr` and `outer_momentum` are None,
             it is 1.0 in plans of up to 1000 steps, and otherwise 0.7, as in the paper. A plan has up to 1000 steps if
             its last round begins before step 1000. If only the other one is given, it is 0.7.
@@ -248,7 +249,8 @@ class DiLoCo:
         self._link = ReplicaLink(location.replica, name)
         self._limits = _limits
         limits = _limits or Limits(grace_s=grace_s, round_timeout_s=round_timeout_s)
-        # A process that trains alone stores everything in memory. A snapshot after each round lets it delete the rest.
+        # A process that trains alone stores everything in memory. After a snapshot it can delete older objects, so it
+        # makes one after each round.
         if location.is_alone:
             snapshot_every, limits = 1, replace(limits, small_bytes=0)
         fragments_ = plan_fragments(model, fragments, sync_buffers=sync_buffers, wires=check_wires(wire, mean_wire))
@@ -263,7 +265,8 @@ class DiLoCo:
         settings.warn_of_outer_settings(model)
         self._model_state = ModelState(model, fragments_, settings, block_elements=limits.block_elements)
         proof = proof_of(settings.key)
-        # A store that fails is tried again as long as a round may take: after that, the other replicas give up, too.
+        # Calls of a failing store are tried again for as long as a round may take. After that, the other replicas give
+        # up, too.
         patience = replace(ROUND, seconds=limits.round_timeout_s)
         patient = RetryingStore(location.store, clock=monotonic, patience=patience, copies=proof.copies, waits=waits)
         keys = Keys(location.run_id, name, location.key_of_outcomes(key))
@@ -282,7 +285,8 @@ class DiLoCo:
             in_background=workers.scheduler.in_background, background=workers.uploads, map=workers.map, ask=workers.ask,
             on_standstill=self._link.stand_still,
         )  # fmt: skip
-        # Memory for a payload is taken now, because the first use of each page costs several times a copy.
+        # Reserve memory for encoded work now, because the first use of each memory page costs as much as several
+        # copies.
         for layout in context.layouts:
             self._model_state.reserve(layout.kept_bytes(location.world_size, streams=patient.streams))
         self._attached = AttachedState(patient, keys, me, workers.uploads, settings.plan, context.proof, _begun_at)
@@ -294,7 +298,8 @@ class DiLoCo:
             location.replica if location.is_of_replica else None, settings.plan, unit=settings.unit_of_total,
             per_total=settings.plan_steps_per_total, is_trainers=_is_trainers,
         )  # fmt: skip
-        # Extensions are read before the first round, so that the loop and the trainer plan the longer run.
+        # The run may have been extended. Its new end is read before the first round, so that the loop and the trainer
+        # plan the longer run.
         self._find_first_total = partial(total_of_start, patient, keys, settings.key)
         self._extension.look(self._find_first_total)
         self._members = context.members
@@ -302,7 +307,8 @@ class DiLoCo:
         self._round_s, self._closed, kept = 0.0, False, self._attached.kept
         self._extra_addresses = partial(addresses_of, extra := list[tuple[DiLoCo, ExtraTensorsModule]]())
         self._is_for_extra_tensors, self._extra = isinstance(model, ExtraTensorsModule), extra
-        drop_checks_of(model)  # a model that an earlier DiLoCo has left is trained again, so it changes on purpose
+        # a new DiLoCo trains the model again, so the model changes on purpose, and the check of the earlier DiLoCo ends
+        drop_checks_of(model)
         self._stale_copies = StaleCopies(model, fragments_)
         self._history = OptimizerHistory(model)
         self._early_copies = EarlyCopies(model, () if me.attempt else self._stale_copies.names)
@@ -315,7 +321,8 @@ class DiLoCo:
         self._model_state.before_merge = self._stale_copies.before_merge
         if context.origin is not None and kept is None:
             self._attached.load_from_run(context.origin, self.rounds)
-        # The replica whose parameters became the first anchor writes the tensors that no anchor has, once for all.
+        # The replica whose parameters became the first anchor also writes the tensors that are not in the anchor, once
+        # for all replicas.
         if self._unshared_writer is not None and self._training_side.runner.replayer.is_author:
             self._unshared_writer.keep(0, self._model_state.unshared.first(), FIRST_BYTES)
         self._model_state.local_buffers.give(self._attached.buffers_of_earlier_attempt())
@@ -348,8 +355,8 @@ class DiLoCo:
                 optimizer.step()
                 diloco.step()
 
-        Call it after each `optimizer.step()`. A replica that is out of phase does not wait here: it looks now and then
-        whether the open round was decided.
+        Call it after each `optimizer.step()`. A replica that is out of phase does not wait here: now and then it reads
+        from the store whether the open round was decided.
 
         Returns:
             The report of the round that this step applied. None if it applied no round.
@@ -573,7 +580,7 @@ class DiLoCo:
             **options, **self._where,
         )  # fmt: skip
         other._duplicate_work.expect_no_moves()
-        # No optimizer step follows this DiLoCo's merges, so values that are read around them would not be compared.
+        # No optimizer steps these tensors, so the check for stale copies would have nothing to compare.
         other._stale_copies.trust()
         other._history.close()
         other._model_state.before_hold = tensors.refresh
@@ -586,8 +593,8 @@ class DiLoCo:
             torch.save(model.state_dict(), "model.pt")
 
         Afterwards the model holds the same values on every replica, so evaluate and save it now. `with DiLoCo(…) as
-        diloco` calls this at the end of the block. `close()` runs no new round. If steps are in no average, the model
-        no longer contains them, and a warning reports their number. Without any round, the model keeps its live values.
+        diloco` calls this at the end of the block. `close()` runs no new round. Steps that no round has averaged are
+        removed from the model, and a warning reports their number. Without any round, the model keeps its live values.
 
         Raises:
             DiLoCoError: This replica has trained, and there was no round at all. `allow_no_rounds=True` permits that.
@@ -596,13 +603,13 @@ class DiLoCo:
         self._close(in_order=True)
 
     def _close(self, *, in_order: bool) -> None:
-        """Leave the run. Safe to call again.
+        """Leave the run. A second call is harmless.
 
         Args:
             in_order: True: wait for the round in flight, and check what was averaged. False: leave at once, after an
                 error.
         """
-        # A forked process inherits this object. It must not end the part of the process that opened it.
+        # A forked process inherits this object. Only the process that opened it may leave the run.
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -632,7 +639,7 @@ class DiLoCo:
                 self._model_state.take_anchor()
                 self._look_at_end()
             if self._is_for_extra_tensors:
-                return  # the model's own DiLoCo warns of steps in no average
+                return  # the model's own DiLoCo already warns of steps that no round has averaged
             for other, tensors in self._extra:
                 tensors.refresh()
                 other._close(in_order=True)
@@ -655,7 +662,7 @@ class DiLoCo:
             for fragment in self._model_state.fragments
             for slot in fragment.slots
         }
-        if isinstance(model, ExtraTensorsModule):  # its parameters are other objects than the tensors of the owner
+        if isinstance(model, ExtraTensorsModule):  # its parameters are not the tensor objects of the owner
             tensors = model.tensors()
         self._link.call_at_end(FinalModelCheck(owner, tensors, self._link.note_changed_model).look)
 
@@ -666,7 +673,7 @@ class DiLoCo:
         if error is None:
             self.close()
             return
-        with contextlib.suppress(ReplicasError):  # the error of the block is the one that the user must see
+        with contextlib.suppress(ReplicasError):  # the user must see the error of the block, and not one of `close()`
             self._close(in_order=False)
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -846,7 +853,8 @@ class RoundScope:
         self._section.__exit__(kind, error, trace)
         if error is not None:
             return
-        # The warnings of `follow` and `look` name the user's line. They count the calls between here and that line.
+        # The warnings of `follow` and `look` must name the user's line. Their `stacklevel` counts the calls between
+        # here and that line.
         diloco, reports = self._diloco, self._reports
         side, plan, link, loop = diloco._training_side, diloco._plan, diloco._link, diloco._loop
         if reports:
@@ -880,9 +888,10 @@ class RoundScope:
 
 
 def note_loop_follows_run(nonce: str) -> None:
-    """Note that a replica's training loop knows the run's step, because it asked for the step or uses `steps()`.
+    """Remember that a replica's training loop knows the run's step, because it reads `inner_step` or uses `steps()`.
 
-    One loop calls `step()` of all DiLoCos of a replica, for example if a GAN trains two models. So the note is for all.
+    One loop calls `step()` of all DiLoCos of a replica, for example if a GAN trains two models. So this holds for all
+    of them.
 
     Args:
         nonce: the nonce of the replica's claim.

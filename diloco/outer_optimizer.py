@@ -2,8 +2,8 @@
 
 The built-in optimizer computes the same as `torch.optim.SGD(nesterov=True)`: b = mu*b + g, d = g + mu*b,
 anchor -= lr*d. It works in place, on pieces that fit into the cache, and digests each piece while it is in the cache.
-Products and sums are separate operations. A fused operation rounds once, and not every processor or kernel of torch
-has it, so the same step would give other bits on another machine.
+Products and sums are separate operations. A fused multiply-add rounds once instead of twice, and not every processor or
+torch kernel has it. So with it, the same step would give other bits on another machine.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ class Schedule:
 
 
 class OuterOptimizer(ABC):
-    """Steps the anchor of one fragment. It is the interface of the two kinds of outer optimizers."""
+    """Interface of the two outer optimizers: an object that steps the anchor of one fragment."""
 
     _digest: str | None = None
-    """The digest of anchor and state. None: not known."""
+    """The digest of anchor and state. None: it must be computed first."""
 
     goes_by_pieces: bool
     """True if each piece of the anchor is stepped before the next piece of the mean is read."""
@@ -103,7 +103,7 @@ class OuterOptimizer(ABC):
 
     @abstractmethod
     def fresh_digest(self) -> str:
-        """Compute the digest from memory as it is now, without the one that a step has computed."""
+        """Compute the digest again from memory, and do not use the one that a step has computed."""
 
     @abstractmethod
     def arrays(self) -> Mapping[str, Array]:
@@ -179,7 +179,7 @@ class NesterovSGD(OuterOptimizer):
                     np.multiply(g, lr, out=d)
                 np.subtract(anchor, d, out=anchor)
             else:
-                np.subtract(anchor, g, out=anchor)  # a buffer is averaged
+                np.subtract(anchor, g, out=anchor)  # buffers take the plain average
             anchors.update(anchor.data)
         self._digest = xxh3_128_hexdigest(anchors.digest() + momenta.digest())
 
@@ -222,7 +222,7 @@ class GivenOptimizer(OuterOptimizer):
         factory: returns the optimizer of a list of parameters.
 
     Raises:
-        TypeError: the factory returned something else than an optimizer.
+        TypeError: the factory did not return an optimizer.
 
     Example:
         GivenOptimizer(fragment, anchor, lambda parameters: torch.optim.SGD(parameters, 0.7)).step(0, pieces)
@@ -272,7 +272,7 @@ class GivenOptimizer(OuterOptimizer):
         return copy.deepcopy(self._optimizer.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Without the copy, the optimizer would step the tensors of the checkpoint itself.
+        # Without the copy, the optimizer would change the tensors of the caller's checkpoint.
         self._optimizer.load_state_dict(copy.deepcopy(state))
         self._digest = None
 
@@ -350,7 +350,7 @@ class Anchor:
         return arrays
 
     def snapshot(self) -> tuple[Arrays, tuple[str, ...]]:
-        """Return copies of the same arrays, and the digest of each fragment."""
+        """Return copies of the arrays of a snapshot, and the digest of each fragment."""
         state = tuple(outer.fresh_digest() for outer in self.outer)
         return {name: np.array(values) for name, values in self.arrays().items()}, state
 
@@ -401,7 +401,7 @@ class Anchor:
         return {"anchor": self.by_name(), "outer": [outer.state_dict() for outer in self.outer]}
 
     def check_checkpoint(self, state: Mapping[str, Any], first: int, rounds: int) -> None:
-        """Refuse a checkpoint that `load_checkpoint` could not take.
+        """Raise an error if `load_checkpoint` could not load this checkpoint.
 
         Args:
             state: the checkpoint.

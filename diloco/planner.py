@@ -21,7 +21,7 @@ RANGE_BYTES = 8 << 20
 """The bytes that one request reads."""
 SNAPSHOT_PART_BYTES = 64 << 20
 REQUESTS_IN_TURN = {"small": 10, "sharded": 17}
-"""The number of requests of a round that wait for each other, by the kind of round."""
+"""For each kind of round, the number of requests that must follow one another."""
 MARGIN = 1.25
 """A good plan has room for rounds that take this factor longer than estimated."""
 WIRES = ("int8", "int4")
@@ -29,12 +29,12 @@ WIRES = ("int8", "int4")
 INNER_STEPS = (10, 20, 30, 50, 100, 200, 500)
 FRAGMENTS = (1, 2, 4, 5, 8)
 MANY_FRAGMENTS = (10, 16, 20, 25, 32, 50, 100)
-"""The numbers of fragments to propose if the store refuses objects as large as fewer fragments make them."""
+"""The numbers of fragments to propose if fewer fragments would make objects that are too large for the store."""
 UNEVEN = 1.1
 """The largest fragment may be larger than the average by this factor, because a fragment has whole layers."""
 SHORT_ROUND_STEPS = 10
 MEASURED_STEPS = 1000
-"""The longest runs for which outer settings were measured."""
+"""The number of steps of the longest runs for which outer settings were measured."""
 SHORT_PLAN_OUTER, PAPER_OUTER = (1.0, 0.5), (0.7, 0.9)
 """The outer learning rate and momentum that `DiLoCo` uses without arguments: in short plans, and in all others."""
 WORTH_IT = 0.9
@@ -225,7 +225,7 @@ class RoundCost:
     processor_s: float
     """Seconds of computing."""
     noticing_s: float
-    """Seconds from the appearance of an object to the next look for it."""
+    """Seconds from the time at which an object exists to the next read that looks for it."""
     up: float
     """Bytes that the replica sends."""
     down: float
@@ -256,7 +256,7 @@ class Plan:
 
     @property
     def late_s(self) -> float:
-        """Seconds that the step waits at which a round is due."""
+        """Seconds for which `step()` waits when a round is due."""
         return max(0.0, self.round.seconds - self.hidden_s)
 
     @property
@@ -341,7 +341,8 @@ def round_cost(workload: Workload, choice: Choice) -> RoundCost:
     v = BYTES_PER_ELEMENT[choice.resolved_mean_wire]
     part = 1.0  # the share of the fragment that one replica reduces
     if elements * w <= SMALL_BYTES:
-        # All replicas wait for one: it reads the contributions of the others, and sends the mean inside the seal.
+        # All replicas wait for one replica, which reads the contributions of the others, and sends the mean inside the
+        # seal.
         link_s = (elements * (w + v)) / link.up + ((n - 1) * elements * w + elements * v) / link.down
         requests = REQUESTS_IN_TURN["small"]
         up, down = elements * (w + v / n), elements * ((n - 1) * w / n + v)  # the average over all replicas
@@ -352,7 +353,8 @@ def round_cost(workload: Workload, choice: Choice) -> RoundCost:
         requests = REQUESTS_IN_TURN["sharded"]
     requests_s = requests * link.latency_s
     processor_s = 4 * elements * (1 / cpu.encode + n * part / cpu.accumulate + 1 / cpu.decode + 1 / cpu.step)
-    # The pauses between two looks grow with the wait, up to one second. Each of two phases loses half a pause.
+    # The pauses between two reads grow with the wait, up to one second. Each phase of the round loses half a pause on
+    # average.
     noticing_s = 2 * min(0.5, 0.15 * (link_s + requests_s + processor_s))
     return RoundCost(
         link_s=link_s, requests_s=requests_s, processor_s=processor_s, noticing_s=noticing_s, up=up, down=down
@@ -362,7 +364,7 @@ def round_cost(workload: Workload, choice: Choice) -> RoundCost:
 def _largest_shard(elements: int, n: int) -> float:
     """Return the size of the largest shard as a share of the fragment, from 0 to 1."""
     blocks = ceil(elements / BLOCK_ELEMENTS)
-    shards = max(1, min(n, elements // BLOCK_ELEMENTS, MAX_SHARDS))  # as `Layout.n_shards` cuts them
+    shards = max(1, min(n, elements // BLOCK_ELEMENTS, MAX_SHARDS))  # the same division as in `Layout.n_shards`
     return ceil(blocks / shards) / blocks
 
 

@@ -1,8 +1,8 @@
 """Refuses a replica with several training processes, because the work of all processes but one would be lost.
 
 `torchrun`, `accelerate launch` and `torch.multiprocessing` start processes that inherit the replica's environment. Each
-of them then regards itself as the replica. Two checks refuse that before training begins. The process group has the
-number of processes. And the first process that opens a `DiLoCo` creates a record in the store
+of them then regards itself as the replica. Two checks refuse that before training begins. First, the process group
+tells the number of processes. Second, the first process that opens a `DiLoCo` creates a record in the store
 (`rendezvous.membership.claim_process`).
 """
 
@@ -37,7 +37,8 @@ def check_is_one_process(place: RunLocation, rank: object, environ: Mapping[str,
     if n_members <= 1:
         return
     if place.replica is not None and (member, n_members) == (place.replica.rank, place.world_size):
-        return  # the group consists of all replicas, as in a benchmark that compares DiLoCo with other methods
+        # here the processes of the group are the replicas, as in a benchmark that compares DiLoCo with other methods
+        return
     raise DiLoCoError(
         f"DiLoCo needs one process per replica, and this is process {member} of {n_members} in one replica. Launch "
         f"more replicas instead, without torchrun or accelerate launch: replicas launch … --n "

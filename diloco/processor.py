@@ -1,4 +1,4 @@
-"""Measures how fast this processor does the work of a round, on one block of values, for `planner.Processor`."""
+"""Measures for `planner.Processor` how fast this machine's processor does the computing of a round."""
 
 from __future__ import annotations
 

@@ -18,15 +18,15 @@ LEAVING = 143
 
 
 is_open: WeakValueDictionary[tuple[str, str], object] = WeakValueDictionary()
-"""The open DiLoCos of this process, by nonce and name. Two with one name would be mistaken for one model."""
+"""The open DiLoCos of this process, by nonce and name. Two DiLoCos with the same name would be taken for one model."""
 planned: dict[str, int] = {}
-"""By nonce, the total of steps that a DiLoCo has reported. Any other total was reported by the script itself."""
+"""For each nonce, the total of steps that a DiLoCo has reported. Any other total was reported by the script itself."""
 finished: set[tuple[str, str]] = set()
 """The keys of the DiLoCos in `is_open` that have made all their planned steps."""
 
 
 def check_is_free(name: tuple[str, str]) -> None:
-    """Refuse a second DiLoCo of one name.
+    """Raise an error if this process already has an open DiLoCo of this name.
 
     Args:
         name: the nonce of the replica, and the name of the new DiLoCo.
@@ -47,7 +47,7 @@ def check_is_free(name: tuple[str, str]) -> None:
 def leave_all(nonce: str, leave: Callable[[Any], None]) -> None:
     """Let each open DiLoCo of a replica leave the run, and then end the process.
 
-    If one of them fails, the others leave all the same.
+    If one of them fails, the others still leave.
 
     Args:
         nonce: the nonce of the replica's claim.
@@ -66,7 +66,8 @@ def leave_all(nonce: str, leave: Callable[[Any], None]) -> None:
 
 
 class ReplicaLink:
-    """Passes the reports and marks of one DiLoCo to its replica. Does nothing in a process that is not a replica.
+    """Passes the reports and the progress of one DiLoCo to its replica. Does nothing in a process that is not a
+    replica.
 
     Args:
         replica: the replica of this process; None if this process is not a replica.
@@ -110,7 +111,7 @@ class ReplicaLink:
         if self._replica is not None and self._is_shown:
             reported = self._replica.reported
             if nonce in planned and reported.get("total_steps") == planned.pop(nonce):
-                del reported["total_steps"]  # an earlier DiLoCo of this process reported it
+                del reported["total_steps"]  # the total is from an earlier DiLoCo of this process
             if total_steps is not None:
                 reported["total_steps"] = planned[nonce] = total_steps
 
@@ -179,7 +180,8 @@ class ReplicaLink:
                 self._replica.record_round(report.ended, name=self._name, **report.line())
 
     def record_uncounted(self, work: float) -> None:
-        """Record the work that is in no round, when the DiLoCo is closed. From then on the DiLoCo owes no progress.
+        """Record the work that no round has counted, when the DiLoCo is closed. From then on, the watchdog expects no
+        progress of this DiLoCo.
 
         Args:
             work: the work in steps.
@@ -193,10 +195,10 @@ class ReplicaLink:
         self._finish_if_last()
 
     def note_step(self, step: float, total_steps: float | None) -> None:
-        """Note the training's step. After the last planned step, the DiLoCo owes no progress.
+        """Record the training's step. After the last planned step, the watchdog expects no progress of this DiLoCo.
 
-        A final evaluation, a save or an upload follows then, often before `close()`. The watchdog must not end the
-        replica for it.
+        A final evaluation, a save or an upload often follows before `close()`. The watchdog must not end the replica
+        during these.
 
         Args:
             step: the run's step.
@@ -210,7 +212,8 @@ class ReplicaLink:
             self._finish_if_last()
 
     def note_began_after_end(self) -> None:
-        """Note that this attempt began after the run's last round, so that messages can explain an error of the script.
+        """Record that this attempt began after the run's last round, so that messages can explain an error of the
+        script.
 
         Example:
             link.note_began_after_end()
@@ -236,7 +239,7 @@ class ReplicaLink:
             self._replica.at_end.append(look)
 
     def note_changed_model(self, mark: float) -> None:
-        """Note that the script has changed the model after this DiLoCo was closed.
+        """Record that the script has changed the model after this DiLoCo was closed.
 
         Args:
             mark: a number that stands for the changed model. It is the same on replicas with the same model.
@@ -260,7 +263,7 @@ class ReplicaLink:
     def waiting(self, section: str) -> AbstractContextManager[None]:
         """Return a context in which this replica waits for the others, so that the watchdog does not count the time.
 
-        The rounds have limits of their own.
+        Rounds have their own time limits.
 
         Args:
             section: the name of the wait, such as "round".
@@ -272,9 +275,9 @@ class ReplicaLink:
         return nullcontext() if self._replica is None else self._replica.section(section, math.inf)
 
     def is_to_leave(self, *, after_round: bool) -> bool:
-        """Return True if the training must end here, because the machine ends or the user asked for a stop.
+        """Return True if the training must end here, because the machine will be stopped or the user asked for a stop.
 
-        A stop by the user waits for the end of a round. Work that is in no round continues in the next attempt.
+        A stop by the user waits for the end of a round. The next attempt continues with work that no round has counted.
 
         Args:
             after_round: True if a round has just ended.

@@ -11,11 +11,14 @@ from diloco.rendezvous.round import Wait
 from diloco.rendezvous.training_side import RoundJob
 
 LONGEST_PAUSE_S, ANSWERS_PER_PAUSE = 0.05, 2
-"""The longest pause in the round thread. It has its own thread, so it may look again after two answer times."""
+"""The longest pause in the round thread, in answer times of the store.
+
+Looks do not delay training, so they may be frequent.
+"""
 
 
 class LeftError(BaseException):
-    """The training thread has left, so the current job ends."""
+    """Raised in the round thread to end its current job, because the training thread has left."""
 
 
 class RoundThread:
@@ -51,7 +54,7 @@ class RoundThread:
 
     def submit(self, job: RoundJob, /) -> None:
         if self._is_leaving:
-            job()  # the thread has ended, so nothing runs while training continues
+            job()  # the round thread has ended, so no job runs while training continues
             return
         self.check()
         if self._error is not None:
@@ -109,7 +112,7 @@ class RoundThread:
                 self._changed.notify_all()
 
     def _next(self) -> RoundJob:
-        """Return the next job. Until there is one, do the work that the runner has while it is idle."""
+        """Return the next job. Until there is one, call the function for idle times."""
         while True:
             with self._changed:
                 if self._is_leaving:

@@ -1,4 +1,7 @@
-"""Decides when attached state is saved: often, so that a resumed replica has lost little, but at a small cost."""
+"""Decides when attached state is saved.
+
+More often means that a resumed replica loses less work; the cost is limited.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,17 @@ MOST_UPLOAD_SHARE = 0.25
 class SaveSchedule:
     """Decides after which rounds a replica saves its attached state.
 
-    State is saved after the first round, and then once in every period at any cost. In between, state is saved if the
-    copies take at most 1 % of the training's time, and the uploads at most a quarter of the time.
+    State is saved after the first round, and then once in every period, whatever it costs. In between, state is saved
+    if the copies take at most 1 % of the training's time, and the uploads at most a quarter of the time.
 
     Args:
         entries_per_round: entries of the log in which each fragment has one round.
         entries_per_period: entries from one snapshot to the next. The state of the first round of a period is not
             deleted, because a run that continues from that snapshot needs it.
-        position: the number of entries that the run has had.
+        position: the number of entries that the run has completed.
         clock: returns seconds of a monotonic clock. A test gives its own.
-        work_time: returns the seconds that this thread has worked. By the clock, a busy machine would make copies look
-            expensive. A test gives its own.
+        work_time: returns the seconds of processor time that this thread has used. With clock time, copies would seem
+            expensive on a busy machine. A test gives its own.
 
     Example:
         schedule = SaveSchedule(1, 10, position=0)
@@ -51,7 +54,7 @@ class SaveSchedule:
         self._position: int | None = None
         """The position at which this process saved the state last."""
         self._kept_at = self._copy_s = self._upload_s = 0.0
-        # Each is written by one thread alone, so no lock guards them.
+        # Only one thread writes each of the following values, so no lock guards them.
         self._n_begun = self._n_ended = 0
 
     @property
@@ -63,7 +66,7 @@ class SaveSchedule:
         """Return True if the state must be saved now.
 
         Args:
-            position: the number of entries that the run has had.
+            position: the number of entries that the run has completed.
         """
         if position // self._entries_per_period != self._period:
             return True
@@ -80,7 +83,7 @@ class SaveSchedule:
         """Return True if the state that is saved now must be kept for runs that continue from this period's snapshot.
 
         Args:
-            position: the number of entries that the run has had.
+            position: the number of entries that the run has completed.
         """
         return self._position is None or position // self._entries_per_period != self._period
 
@@ -89,7 +92,7 @@ class SaveSchedule:
         """Measure the copies that are made in this context. Training waits for them.
 
         Args:
-            position: the number of entries that the run has had.
+            position: the number of entries that the run has completed.
         """
         began, worked = self._clock(), self._work_time()
         yield
@@ -98,7 +101,7 @@ class SaveSchedule:
         self._period = position // self._entries_per_period
 
     def hand_over(self) -> None:
-        """Note that an upload will be made. Called in the training's thread."""
+        """Record that an upload will be made. The training thread calls this."""
         self._n_begun += 1
 
     @contextmanager

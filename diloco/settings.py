@@ -22,16 +22,17 @@ from executors.store.run_key import key_id
 MAX_WARMUP_ROUNDS = 100
 UNKNOWN_WARMUP_ROUNDS = 40
 SHORT_ROUND_STEPS = 10
-"""Rounds of fewer steps need less outer momentum than the default: docs/results/outer_settings.md."""
+"""Rounds of fewer steps than this need less outer momentum than the default: docs/results/outer_settings.md."""
 MEASURED_ROUNDS = 60
-"""The rounds of the longest runs in that table. Longer runs were not measured."""
+"""The number of rounds of the longest runs in docs/results/outer_settings.md. Longer runs were not measured."""
 HIGH_MOMENTUM = 0.9
 MEASURED_STEPS = 1000
-"""The longest plans, in inner steps, of that table."""
+"""The inner steps of the longest plans in docs/results/outer_settings.md."""
 SHORT_PLAN_OUTER = (1.0, 0.5)
 """The outer learning rate and momentum of plans of up to `MEASURED_STEPS` steps, if the user gives neither.
 
-No other measured momentum above 0 ended below one replica alone in all plans of that table.
+These plans are in docs/results/outer_settings.md. No other momentum above 0 gave a lower loss than one replica alone in
+all of them.
 """
 PAPER_OUTER = (0.7, 0.9)
 """The outer learning rate and momentum of the paper (arXiv 2311.08105), for all other plans."""
@@ -52,9 +53,9 @@ class DiLoCoSettings:
     round_seconds: float | None
     outer_optimizer: OptimizerFactory | None
     outer_lr: float | None
-    """None: `outer` derives it."""
+    """None: the property `outer` derives the value."""
     outer_momentum: float | None
-    """None: `outer` derives it."""
+    """None: the property `outer` derives the value."""
     momentum_warmup: int | Literal["auto"]
     final_average: bool
     total_steps: int | None
@@ -150,12 +151,12 @@ class DiLoCoSettings:
         if not isinstance(self.final_average, bool):
             raise TypeError(f"final_average must be True or False, got final_average={self.final_average!r}.")
         if not callable(self.weight):
-            if isinstance(self.weight, (int, float)) and not self.weight > 0:  # also NaN
+            if isinstance(self.weight, (int, float)) and not self.weight > 0:  # this comparison also refuses NaN
                 raise ValueError(f"weight must be more than 0, got weight={self.weight}.")
             _number("weight", self.weight, high=MAX_WEIGHT)
 
     def _check_when(self) -> None:
-        """Check when rounds are due: by steps or by the clock."""
+        """Check the arguments that decide when rounds are due: by steps or by the clock."""
         by_steps = {"inner_steps": None, "total_steps": None, "overlap_steps": 0}
         by_clock = {"round_seconds": None, "total_rounds": None, "overlap_seconds": 0}
         others = by_clock if self.round_seconds is None else by_steps
@@ -290,7 +291,7 @@ class DiLoCoSettings:
     def is_short_plan(self) -> bool:
         """True if the last planned round begins before step `MEASURED_STEPS`.
 
-        The beginning of that round decides, and not the total. So replicas with different totals that lead to the same
+        The beginning of the last round decides, and not the total. So replicas whose different totals lead to the same
         rounds have the same outer settings. An extension of the run does not change these settings.
         """
         # By the clock, the number of steps is unknown, and no such plan was measured.
@@ -300,7 +301,7 @@ class DiLoCoSettings:
 
     @property
     def outer(self) -> tuple[float, float]:
-        """The outer learning rate and momentum: the user's values, or those for a plan of this length.
+        """The outer learning rate and momentum: the user's values, or the defaults for a plan of this length.
 
         The two values of a short plan were measured together. So if the user gives one of them, the other is the
         paper's, however long the plan is.
@@ -364,7 +365,8 @@ class DiLoCoSettings:
     def check_what_was_averaged(
         self, steps: int, uncounted: int, rounds: int, has_moved: Callable[[], bool], *, is_alone: bool
     ) -> None:
-        """Warn at the end of training of steps that no round has counted, and of a replica alone without any round.
+        """Warn at the end of training if no round has counted some steps, or if a replica that trained alone had no
+        round.
 
         Args:
             steps: the steps of this replica.
@@ -447,7 +449,8 @@ def trained_batch_norm(model: nn.Module) -> str | None:
     """Return the name of the first BatchNorm whose running statistics change while the model trains, or None.
 
     Args:
-        model: any module. A BatchNorm in evaluation mode within a model in training mode was frozen on purpose.
+        model: any module. A BatchNorm in evaluation mode within a model in training mode does not count: it was frozen
+            on purpose.
     """
     for name, module in model.named_modules():
         is_frozen = model.training and not module.training

@@ -17,7 +17,7 @@ class StateSaver:
     Args:
         attached: the attached state.
         rest: writes the buffers for readers of the run. None: no process reads them.
-        training_side: knows the position and the live work.
+        training_side: has the position and the live work.
         model_state: has the buffers.
         members: decides which replica writes the buffers.
         inner_step: returns the run's step.
@@ -58,8 +58,8 @@ class StateSaver:
         """Save attached state together with the live work. No round may be in flight."""
         side, state = self._training_side, self._model_state
         with self._attached.schedule.keeping(side.position):
-            # Right after a round that counted all work, the live parameters equal the anchor. To compare them would
-            # take as long as the copies.
+            # Right after a round that counted all work, the live parameters equal the anchor. A comparison would take
+            # as long as the copies, so the caller says so.
             is_anchor = side.phase.has_no_work and state.leaves_no_work
             progress = [] if is_anchor else side.run_in_round_thread(state.progress)
             since = side.runner.account.uncounted_since

@@ -2,9 +2,8 @@
 
 `torch.compile`, `DistributedDataParallel` and others put a module inside another one, and the names of its parameters
 get a prefix: `_orig_mod.`, `module.`. Such a wrapper changes how a module runs and not which parameters it has. So one
-replica may compile its model and another may not, and a resumed run may switch that on or off. A *clean name* omits
-these prefixes, at any depth. A wrapper is recognized by its class alone: your layer with the name `module` keeps its
-name.
+replica may compile its model while another does not, and a resumed run may do the opposite. A *clean name* omits these
+prefixes, at any depth. A wrapper is recognized by its class alone: your layer with the name `module` keeps its name.
 """
 
 from __future__ import annotations
@@ -31,7 +30,10 @@ WRAPPERS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "_forward_module": (("lightning.fabric.wrappers", "_FabricModule"), ("lightning_fabric.wrappers", "_FabricModule")),
 }
-"""By the attribute that holds the wrapped module, the classes of wrappers, each with its module. None is imported."""
+"""For each attribute that holds a wrapped module, the classes of wrappers and the Python modules that define them.
+
+None is imported.
+"""
 SHARDED = ("torch.distributed.fsdp", "FullyShardedDataParallel")
 DTENSOR = ("torch.distributed.tensor", "DTensor")
 
@@ -54,7 +56,8 @@ def clean_name(model: nn.Module, name: str) -> str:
             at += 1
             continue
         kept.append(part)
-        # A model may name its parameters itself and omit wrappers. The rest of the path is then inside of them.
+        # A model may name its parameters itself and omit wrappers. Then the rest of the path is inside the omitted
+        # wrappers.
         child = next((child for layer in layers[at:] if (child := layer._modules.get(part)) is not None), None)
         layers, at = ([], 0) if child is None else (layers_of(child), 0)
     return ".".join(kept)
@@ -75,14 +78,14 @@ def by_clean_name(model: nn.Module, named: Iterable[tuple[str, T]]) -> dict[str,
     found: dict[str, T] = {}
     for name, thing in named:
         clean = clean_name(model, name)
-        if clean in found:  # one of the two would be in no average
+        if clean in found:  # otherwise one of the two would not be averaged
             raise ValueError(f"The model has two tensors named {clean!r}, the second as {name!r}. Rename one of them.")
         found[clean] = thing
     return found
 
 
 def find_tensor(model: nn.Module, name: str, kind: Literal["parameter", "buffer"]) -> Tensor:
-    """Return the tensor that has a clean name now.
+    """Return the current tensor with a clean name.
 
         find_tensor(nn.Linear(2, 2), "weight", "parameter")
 
@@ -154,7 +157,7 @@ def check_is_unsharded(model: nn.Module) -> None:
         model: the model.
 
     Raises:
-        TypeError: each process has only a piece of a parameter.
+        TypeError: the model is sharded, so each process has only a piece of a parameter.
 
     Example:
         check_is_unsharded(model)
@@ -190,7 +193,7 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
     layers, names = [module], set[str]()
     while (attribute := _wrapped_by(layers[-1])) is not None:
         inner = layers[-1]._modules[attribute]
-        assert inner is not None  # `_wrapped_by` has checked that
+        assert inner is not None  # `_wrapped_by` has checked the type
         names |= _names_in(layers[-1]) - {attribute}
         if names & _names_in(inner):
             break
@@ -203,7 +206,7 @@ def _next(layers: list[nn.Module], number: int) -> nn.Module | None:
 
 
 def _wrapped_by(module: nn.Module) -> str | None:
-    """Return the attribute that holds the wrapped module. None: this module is not a wrapper."""
+    """Return the name of the attribute that holds the wrapped module. None: this module is not a wrapper."""
     if WRAPPERS.keys().isdisjoint(module._modules):
         return None
     for attribute, classes in WRAPPERS.items():

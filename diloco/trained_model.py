@@ -1,8 +1,8 @@
 """Reads the trained model of a run from the run's store, for `replicas model`, `Run.model()` and `--from RUN`.
 
 A reader loads the newest snapshot, verifies it by its digests, and applies the later means, as a resumed replica does.
-So it gets the anchor of the newest round, also while replicas train, and writes nothing. `executors` reaches this
-module through an entry point, because it must not import torch.
+So it gets the anchor of the newest round, also while replicas train, and writes nothing. `executors` must not import
+torch, so it loads this module through an entry point.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ModelSource:
         run_id: the name of the run.
         name: the name of its DiLoCo.
         key: the key of a signed run. None: the run is not signed.
-        extensions: the totals that the run was extended to: `total_steps`, or by the clock `total_rounds`.
+        extensions: the totals that the run was extended to: `total_steps`, or `total_rounds` if rounds go by the clock.
         limits: the sizes of blocks and shards. None: the defaults.
 
     Example:
@@ -93,7 +93,7 @@ class TrainedModel:
         rounds: the number of rounds of all fragments.
         step: the run's step after that round. None: the run has rounds by the clock.
         tensors: the tensors by their names in the model's `state_dict`.
-        missing: the names of the model's `state_dict` that `tensors` lacks, with the kind of each.
+        missing: the names in the model's `state_dict` that `tensors` does not have, each with the kind of its entry.
         notes: sentences that a user of the model should read.
     """
 
@@ -211,7 +211,7 @@ def read_state(
 def save_model(model: TrainedModel, path: Path) -> int:
     """Write a model as a safetensors file, and return the size of the file in bytes.
 
-    An existing file is replaced. The file is complete, or it is not there.
+    An existing file is replaced. If writing fails, no incomplete file is left.
 
     Args:
         model: the model.
@@ -296,7 +296,7 @@ def _most_rounds(
 
 
 class _NoSuchRound(Exception):
-    """The store has no state of a round at or before the wanted one."""
+    """Raised if the store has no state of a round at or before the wanted round."""
 
 
 # -- the anchor --------------------------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ def _check_shapes(agreed: StoredAgreement, arrays: Arrays) -> None:
     """Check that a snapshot has the tensors that the run agreed on, before memory of these sizes is used.
 
     Raises:
-        BadRecordError: it does not.
+        BadRecordError: the snapshot has other tensors.
     """
     with reading("snapshot of this model"):
         for name, (shape, _, _) in agreed.tensors.items():
@@ -470,7 +470,7 @@ def _replay(log: StoredRoundLog, state: ReplayedState, most: int | None) -> None
     """Apply the rounds after a snapshot, as far as they are complete.
 
     Raises:
-        BadRecordError: a seal was made from another state than this one.
+        BadRecordError: a seal was made from a different state.
     """
     while state.is_stepped and (most is None or state.position < most):
         if (found := log.round(state.position)) is None:
@@ -478,7 +478,7 @@ def _replay(log: StoredRoundLog, state: ReplayedState, most: int | None) -> None
         seal, mean = found
         fragment = state.position % len(state.fragments)
         if seal.anchor != state.digest(fragment):
-            raise BadRecordError(f"Round {state.position + 1} was made from another state than the one before it.")
+            raise BadRecordError(f"Round {state.position + 1} was made from a different state than the one before it.")
         state.apply(mean)
 
 

@@ -1,7 +1,7 @@
-"""The user's loop around `DiLoCo.step()`: the steps that it makes, and warnings if it begins or ends at a wrong step.
+"""Follows the user's loop around `DiLoCo.step()`, and warns if the loop begins or ends at a wrong step.
 
-A replica that is started again after the last round has no step left to make. Its loop over `steps()` then makes one
-pass all the same, whose step is undone. The code after the loop needs the variables that the loop sets.
+A replica that is started again after the last round has no step left to make. Its loop over `steps()` still makes one
+pass, whose step is undone, because code after the loop needs the variables that the loop sets.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from diloco.errors import DiLoCoError
 from diloco.settings import DiLoCoSettings
 
 IDLE_PASSES = 1000
-"""Passes of `for step in diloco.steps()` without a call of `step()`, after which the loop gets an error. A body may
-skip a batch now and then. A body that never calls `step()` would run forever."""
+"""After this number of passes of `for step in diloco.steps()` without a call of `step()`, the loop gets an error.
+
+A body may skip a batch now and then, but a body that never calls `step()` would run forever.
+"""
 
 
 class Position(Protocol):
-    """The run's position: the part of a `DiLoCo` that the loop reads."""
+    """The run's position: the two properties of a `DiLoCo` that the loop reads."""
 
     @property
     def inner_step(self) -> int:
@@ -50,17 +52,19 @@ class TrainingLoop:
         """True if the loop is known to begin at the run's step."""
         self._has_warned = False
         self.has_printed_stop = False
-        """True if the line was printed that names the replicas that stopped the run."""
+        """True once the line about the replicas that stopped the run was printed."""
         self.n_calls = 0
         """The number of calls of `step()`."""
         self.is_trainers = False
         """True if the loop belongs to a trainer, whose callback warns of an early end itself."""
         self._has_made_last_pass = False
-        """True if a process that began after the end of the run has made its one free step: it is undone and not
-        counted, and causes no warning."""
+        """True if a process that began after the end of the run has made its one allowed step.
+
+        That step is undone, not counted, and causes no warning.
+        """
 
     def trust(self) -> None:
-        """Note that the loop begins at the run's step, because it uses `steps()` or has read the run's step."""
+        """Record that the loop begins at the run's step, because it uses `steps()` or has read the run's step."""
         self.knows_begin = True
 
     def steps(self, position: Position, undo: Callable[[], None]) -> Iterator[int]:
@@ -88,14 +92,14 @@ class TrainingLoop:
                 )
 
     def print_begin(self) -> None:
-        """Print, once, the step at which this replica continues, because a loop of the user's own may have begun at 0.
+        """Print once the step at which this replica continues, because a loop that the user wrote may have begun at 0.
 
         Call it at the first call of `step()`, unless the script has read the run's step.
         """
         self.knows_begin = True
         total = self._settings.total_steps
         until = f" of {total}" if total is not None else ""
-        # It is not a warning: a loop may know the right step by other means, which cannot be seen from here.
+        # This line is not a warning, because the loop may know the right step by other means.
         print(
             f"replicas: this replica continues at inner step {self._begins_at}{until}. A loop of your own must begin "
             "at diloco.inner_step and end when diloco.is_over is True, as `for step in diloco.steps()` does.",
@@ -114,7 +118,7 @@ class TrainingLoop:
         print(f"replicas: {named} stopped the run, which ends with round {round_}.", file=sys.stderr)
 
     def warn_of_early_close(self) -> None:
-        """Warn that this replica asked all replicas to stop, and leaves before a round has passed that on."""
+        """Warn that this replica asked all replicas to stop, but leaves before a round has passed the request on."""
         warnings.warn(
             "close() was called after stop() and before the round that ends the run, so the other replicas continue. "
             "Call step() until diloco.is_over is True.",
@@ -122,7 +126,7 @@ class TrainingLoop:
         )
 
     def warn_of_early_end(self, at: int, uncounted: int) -> int:
-        """Warn of a loop that has ended before the last planned round: the replicas that continue end with another
+        """Warn that the loop has ended before the last planned round, so replicas that continue end with a different
         model.
 
         A loop over a number of epochs ends too early in a replica that was started again, because the steps that it
@@ -152,8 +156,8 @@ class TrainingLoop:
     def warn_of_call_after_end(self, call: str, step: int) -> None:
         """Warn, once, that `step()` or `sync()` was called after the last planned round.
 
-        In a process that began after the end of the run, the first call is correct: it belongs to the one free pass of
-        `steps()`.
+        In a process that began after the end of the run, the first call is correct: it belongs to the one allowed pass
+        of `steps()`.
 
         Args:
             call: the name of the method.

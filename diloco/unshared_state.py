@@ -1,8 +1,8 @@
-"""The tensors of a model that are not in the anchor, and a bounded copy of them in the run.
+"""Stores the tensors of a model that are not in the anchor with the run, up to a limit of size.
 
 The anchor has the trained parameters and the averaged buffers. A whole model also needs frozen parameters, buffers that
-each replica has of its own, and second names of tied parameters. The run records all their names, so that a reader
-knows the missing ones, and stores small tensors.
+differ between replicas, and second names of tied parameters. The run records all their names, so that a reader knows
+which are missing. It stores small tensors.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class UnsharedState:
     def first(self) -> dict[str, Tensor]:
         """Return frozen parameters and buffers as they are now.
 
-        If they have more than `FIRST_BYTES` together, only the buffers are returned; if these do, too, nothing.
+        If all of them together have more than `FIRST_BYTES`, return only the buffers. If the buffers alone have more,
+        return nothing.
         """
         state = self._state()
         kinds = (("frozen", "buffer"), ("buffer",))
@@ -98,7 +99,7 @@ class UnsharedStateWriter:
         store: the store of the run.
         keys: the keys of the rendezvous.
         rank: this replica.
-        proof: how records are proven.
+        proof: signs records or adds checksums.
         background: runs the upload while training continues.
 
     Example:
@@ -114,10 +115,11 @@ class UnsharedStateWriter:
         self._kept: set[int] = set()
 
     def keep(self, position: int, tensors: Mapping[str, Tensor], most_bytes: int) -> None:
-        """Copy tensors now, and store the copy while training continues. Each position is stored once.
+        """Copy tensors now, and store the copy while training continues. A second call for the same position does
+        nothing.
 
         Args:
-            position: the number of entries that the run has had.
+            position: the number of entries that the run has completed.
             tensors: the tensors by name.
             most_bytes: if the tensors have more bytes together, nothing is stored.
         """
@@ -168,7 +170,10 @@ def restored(rest: UnsharedTensors) -> dict[str, Tensor]:
 
 
 def _is_plain(value: Tensor) -> bool:
-    """Return True if a tensor can be stored. A subclass, as for quantized weights, has a meaning beyond its values."""
+    """Return True if a tensor can be stored.
+
+    A tensor of a subclass, such as quantized weights, is more than its values.
+    """
     if type(value) not in (Tensor, nn.Parameter) or value.is_meta or value.layout != torch.strided:
         return False
     dtype = _name_of(value.dtype)

@@ -160,6 +160,6 @@ def find_warm_start(location: RunLocation, store: RetryingStore, keys: Keys, sta
     source = ModelSource(store=found.store, run_id=found.run_id, name=keys.name, key=key, extensions=found.extensions)
     warm_start = WarmStart(source, found.step, state, state.rank)
     if isinstance(state.model, ExtraTensorsModule) and not warm_start.has_source:
-        return None  # that run averaged only its model, so this copy begins with the script's values
+        return None  # that run averaged only its model, so these additional tensors begin with the script's values
     warm_start.check()
     return warm_start

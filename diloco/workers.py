@@ -1,4 +1,4 @@
-"""Creates the threads of one DiLoCo: for its rounds, for parallel reads of a remote store, and for uploads."""
+"""Creates the threads of one DiLoCo: for rounds, for parallel reads of a remote store, and for uploads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from executors.store.watch import Watch
 
 
 class Workers:
-    """The threads of a DiLoCo, and the function that it waits with. A thread starts when it is first needed.
+    """The threads of a DiLoCo, and the function with which it waits. A thread starts when it is first needed.
 
     Args:
         store: the store of the run.

@@ -1,4 +1,4 @@
-"""Weighs and sends the work of this replica, and keeps account of the steps that no seal has counted yet.
+"""Weighs and sends the work of this replica, and keeps count of the steps that no seal has counted yet.
 
 If the store streams, a contribution is packed and written in one pass. Otherwise it is packed into memory and then
 sent. A streamed contribution in fp32 leaves only one shard in memory: the shard that this replica will probably reduce.
@@ -23,7 +23,8 @@ from executors.store import Buffer
 log = logging.getLogger(__name__)
 
 NOTABLY_SLOWER = 1.1
-"""The ratio of a replica's phase to the others' phase from which a warning advises about the speed."""
+"""If a replica's phase takes this many times as long as the other replicas' phase, a warning advises about its speed.
+"""
 
 
 # -- weighing ----------------------------------------------------------------------------------------------------------
@@ -44,11 +45,14 @@ class WorkScale:
         self._phase = context.phase
         self._plan = context.plan
         self._work_per_step = 1.0
-        """The work of one step, by the last value of a callable weight."""
+        """The weight of one step, computed from the last value that a callable weight returned."""
 
     @property
     def undecided(self) -> float:
-        """The work that no seal has decided on, in the unit of `RoundReport.work`: the mean of all fragments."""
+        """The work that no seal has decided on, as the mean over all fragments.
+
+        It has the unit of `RoundReport.work`.
+        """
         made = self._phase.uncounted_steps
         return sum(made) / len(made) * self._work_per_step
 
@@ -57,7 +61,7 @@ class WorkScale:
 
         Args:
             entry: the entry that the work is for.
-            is_early: True if training continues out of phase, so that the work is made of any number of steps.
+            is_early: True if this replica is out of phase and continues to train, so the work has any number of steps.
 
         Raises:
             ContributionError: the user's weight is not a positive number.
@@ -74,14 +78,20 @@ class WorkScale:
         return check_weight(self._context.weight, self._context.me.rank, entry, may_be_zero=may_be_zero)
 
     def _weight_of(self, entry: int, fragment: int) -> float:
-        """Return the weight of whole work. By the clock, replicas make different numbers of steps, which count."""
+        """Return the weight of the work of a whole phase.
+
+        With rounds by the clock, it grows with the number of steps.
+        """
         weight = self._weight(entry)
         if self._plan.entry_s is None or callable(self._context.weight):
             return weight
         return min(weight * self._phase.uncounted_steps[fragment], MAX_WEIGHT)
 
     def _early_weight(self, entry: int, fragment: int) -> float:
-        """Return the weight of work of fewer steps than a phase has. 0: there is none, or its steps are not known."""
+        """Return the weight of work with fewer steps than a phase.
+
+        0: there is no work, or its number of steps is not known.
+        """
         steps = self._phase.uncounted_steps[fragment]
         if not steps or self._phase.has_restored_work[fragment]:
             return 0.0
@@ -93,7 +103,7 @@ class WorkScale:
 
 
 def check_weight(weight: float | Callable[[], float], rank: int, entry: int, *, may_be_zero: bool = False) -> float:
-    """Return the weight of a contribution; a callable is asked for it.
+    """Return the weight of a contribution, and call `weight` if it is a function.
 
     A scalar of torch or numpy is a number, too: users often count tokens in one.
 
@@ -111,7 +121,7 @@ def check_weight(weight: float | Callable[[], float], rank: int, entry: int, *, 
     """
     value: Any = weight() if callable(weight) else weight
     if hasattr(value, "item"):
-        with suppress(RuntimeError, ValueError):  # it has more than one element
+        with suppress(RuntimeError, ValueError):  # a tensor or array with more than one element
             value = value.item()
     if may_be_zero and not isinstance(value, bool) and value == 0:
         return 0.0
@@ -167,7 +177,8 @@ def send_contribution(context: Context, entry: EntryState, pending: PendingWork,
         return head
 
     def produce(write: Callable[[Buffer], None]) -> bytes:
-        entry.packed = None  # so that an error in the middle leaves no half-packed work
+        # Mark the work as not packed first, so that an error in the middle leaves no half-packed work.
+        entry.packed = None
         entry.packed = packed = training.pack(entry.index, write, _range_to_keep(context, entry))
         return head(packed)
 
@@ -181,9 +192,10 @@ def send_contribution(context: Context, entry: EntryState, pending: PendingWork,
 
 
 def _range_to_keep(context: Context, entry: EntryState) -> tuple[int, int] | None:
-    """Return the bytes that stay in memory. None: all bytes, because a lossy wire must know what the others decode.
+    """Return the range of bytes that stays in memory. None: all bytes, because a lossy wire needs the values that the
+    others decode.
 
-    Otherwise they are the shard that this replica will reduce if all expected ranks are sealed.
+    With an exact wire, the range is the shard that this replica will reduce if the seal counts all expected ranks.
     """
     if not entry.layout.wire.is_exact:
         return None
@@ -202,7 +214,7 @@ class ContributionSender:
     Args:
         context: the services of the rendezvous.
         seals: the seals of the run. A sealed entry takes no contribution.
-        sealer: looks at contributions, and knows when an entry takes too long.
+        sealer: reads contributions, and raises an error when an entry takes too long.
         account: notes which work is in flight.
 
     Example:
@@ -243,7 +255,8 @@ class ContributionSender:
                 break
             self._sealer.check_time(entry)
             self._context.wait(next(pauses), ())
-        # Out of phase, a seal that was seen may not exist (a garbled reading). The next look then sends the work again.
+        # A replica out of phase may have read a seal that does not exist, from damaged bytes. Then the next look sends
+        # the work again.
         if is_there or not pending.is_early:
             entry.published, entry.published_s = True, clock()
         entry.move_s += clock() - began
@@ -288,7 +301,7 @@ class ContributionSender:
 
 
 class StepAccount:
-    """The inner steps of this replica that no seal has counted yet, and what each entry decides about them.
+    """The inner steps of this replica that no seal has counted yet, and the decisions of entries about them.
 
     The account belongs to the round runner. The training thread gets its changes with each `RoundResult`.
 
@@ -311,7 +324,7 @@ class StepAccount:
         self.pending: PendingWork | None = None
         """The work that the training thread has handed over for the open entry."""
         self.uncounted_since = [0] * len(context.layouts)
-        """By fragment, the entry at which its uncounted work began."""
+        """For each fragment, the entry at which its uncounted work began."""
         self.resolved: list[ResolvedSteps] = []
         """The decisions that the training thread has not received yet."""
 
@@ -330,9 +343,9 @@ class StepAccount:
         return tuple(resolved)
 
     def verdict(self, entry: EntryState, seal: Seal) -> tuple[Verdict, bool]:
-        """Return the decision of an entry about the live work, and True if it is about the held part alone.
+        """Return the decision of an entry about the live work, and True if it concerns only the held part of that work.
 
-        In that case, the steps that were made after the work was held are not affected.
+        If it concerns only the held part, the steps that were made after the work was held are not affected.
 
         Args:
             entry: the entry.
@@ -352,7 +365,7 @@ class StepAccount:
         Args:
             entry: the entry.
             verdict: the decision, as `StepAccount.verdict` returned it.
-            is_partly: True if it decides about the held work alone.
+            is_partly: True if the decision concerns only the held work.
         """
         is_final = self._plan.is_final(entry.index)
         is_kept = verdict is Verdict.KEPT and (is_partly or self._training.carries)
@@ -364,7 +377,8 @@ class StepAccount:
         self.uncounted_since[entry.fragment] = entry.index + len(self.uncounted_since)
 
     def resolve_passed(self, first: int, end: int) -> list[Verdict | None]:
-        """Return by fragment the decisions of passed entries about the live work, and note the steps that they resolve.
+        """Return the decisions of passed entries about the live work of each fragment, and record the steps that they
+        resolve.
 
         Args:
             first: the first of the passed entries.
@@ -380,7 +394,10 @@ class StepAccount:
         return verdicts
 
     def counted_in_flight(self, verdicts: Sequence[Verdict | None]) -> int | None:
-        """Return the fragment whose work in flight was counted while later steps are kept. None: no fragment."""
+        """Return the fragment whose work in flight was counted, if later steps stay in its live parameters.
+
+        None: no fragment.
+        """
         if self.pending is None or not (self.pending.is_early or self._training.keeps_later_work):
             return None
         fragment = self.pending.entry % len(verdicts)
@@ -389,11 +406,11 @@ class StepAccount:
     def give_up_old(self, verdicts: list[Verdict | None], progress: Any, position: int) -> list[Verdict | None]:
         """Drop restored work that has waited for the allowed number of rounds, and return the new verdicts.
 
-        Otherwise it would be dropped later, together with the work that this process adds to it.
+        Otherwise the restored work would be dropped later, together with the work that this process adds to it.
 
         Args:
-            verdicts: by fragment, the decisions of the passed entries.
-            progress: by fragment, the restored work.
+            verdicts: the decisions of the passed entries about each fragment.
+            progress: the restored work of each fragment.
             position: the next entry.
         """
         most, n_fragments = self._context.carry_rounds, len(verdicts)
@@ -463,7 +480,7 @@ class StepAccount:
     def _why_uncounted(self, entry: EntryState, seal: Seal) -> str:
         """Return why rounds did not count the work of this replica, and the remedy."""
         mine, theirs = self._phase.phase_s, seal.phase_s
-        # If every step of this process is uncounted, it has not met the others since it began.
+        # If no step of this process was counted, it has not taken part in a round since it began.
         if self._me.attempt and self._phase.n_steps <= self._phase.uncounted_steps[entry.fragment]:
             return "this replica was starting while the others continued. You need not do anything."
         if mine >= NOTABLY_SLOWER * theirs > 0:

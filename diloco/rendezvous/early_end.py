@@ -23,7 +23,7 @@ class EarlyEnd:
     """The stored end of a run that a replica has stopped.
 
     Args:
-        entry: the first of the last entries. Each other fragment has one more entry, at the same step.
+        entry: the entry of the first fragment that ends. Each other fragment has one more entry, at the same step.
         ranks: the replicas that asked for the end.
 
     Example:
@@ -101,7 +101,7 @@ def apply_sealed_end(seal: Seal, entry: int, plan: RoundPlan, store: RetryingSto
 
     Args:
         seal: the seal of the entry.
-        entry: the entry, as its index in the log.
+        entry: the index of the entry in the log.
         plan: the plan of this replica, which is changed.
         store: the store of the run.
         keys: the keys of the rendezvous.

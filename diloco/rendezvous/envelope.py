@@ -1,7 +1,8 @@
-"""Records in the store: packs a head into a frame, reads it back, and proves that the bytes are the written ones.
+"""Packs records for the store into frames and reads them back. A frame proves that its bytes are the ones that were
+written.
 
-A frame begins with `RPL1`, the length of the head (uint32, little-endian) and the proof of the head. The head as JSON
-follows, then zeros up to a multiple of 64 bytes or more, and then the payload.
+A frame begins with `RPL1`, the length of the head (uint32, little-endian) and the proof of the head. The head follows
+as JSON, padded with zeros to a multiple of 64 bytes, and then the payload.
 
 The proof is a checksum, or a signature if the replicas share a secret. A checksum finds damaged bytes. A signature also
 shows that a replica of the run wrote the record under this key of the store. So the reader refuses a forged record, and
@@ -30,7 +31,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC = b"RPL1"
 DIGEST_BYTES = 16
-_PREFIX = struct.Struct(f"<4sI{DIGEST_BYTES}s")  # magic, length of the head, its proof
+_PREFIX = struct.Struct(f"<4sI{DIGEST_BYTES}s")  # magic, length of the head, proof of the head
 _ALIGN = 64  # payloads start at a cache line, so that float32 views of mapped objects are aligned
 
 
@@ -116,7 +117,10 @@ def aligned(size: int) -> int:
 
 
 UNREADABLE = (AttributeError, LookupError, MemoryError, OverflowError, RuntimeError, TypeError, ValueError)
-"""The errors that reading foreign bytes may raise. RuntimeError is raised by torch, and for bytes nested too deeply."""
+"""The errors that a parser may raise for foreign bytes.
+
+torch raises RuntimeError, and so does JSON that is nested too deeply.
+"""
 
 
 @contextmanager
@@ -153,7 +157,7 @@ def typed(kind: type[T], value: Any) -> T:
 
 
 class Proof(Protocol):
-    """Proves records and payloads: the replicas of one run all use the same kind of proof."""
+    """Makes and checks the proofs of records and payloads. All replicas of one run use the same kind of proof."""
 
     is_signed: bool
     """True if only a replica with the run's key can make the proof of a record."""

@@ -1,7 +1,8 @@
-"""Extends a run beyond its planned end: the checks of the command, and `Extension`, which each replica follows.
+"""Extends a run beyond its planned end: the checks before the order is written, and `Extension`, with which each
+replica follows it.
 
 An extension is an entry in the decision log of the run, so it reaches every attempt on every machine. The script still
-gives its first total to DiLoCo. Up to that total all replicas agree on every entry, whether they know of the extension
+passes its first total to DiLoCo. Up to that total all replicas agree on every entry, whether they know of the extension
 or not (`RoundPlan`). So a replica may learn of it at any time before it leaves.
 """
 
@@ -28,10 +29,10 @@ UNITS = {"total_steps": "--total-steps", "total_rounds": "--total-rounds"}
 
 
 class ExtensionOrders(Protocol):
-    """Gives a replica the orders to extend its run."""
+    """The interface from which a replica reads the orders to extend its run."""
 
     def extensions(self) -> Mapping[str, Sequence[int]]:
-        """Return the ordered totals, in their order, as lists under `total_steps` and `total_rounds`."""
+        """Return the totals that were ordered, oldest first, as lists under `total_steps` and `total_rounds`."""
 
 
 class Extension:
@@ -41,7 +42,7 @@ class Extension:
         orders: the replica of this process. None: this process is not a replica of the run, and gets no orders.
         plan: the plan of the DiLoCo, which is changed.
         unit: the name of the argument with the total: `total_steps` or `total_rounds`.
-        per_total: the number of steps of the plan in one such unit.
+        per_total: the number of steps of the plan for each 1 of that total.
         is_trainers: True while a trainer runs the loop, which ends after its own number of steps. An order then has no
             effect.
 
@@ -60,7 +61,10 @@ class Extension:
         self._told: set[str] = set()
         """The warnings that were given already."""
         self.refused = ""
-        """The reason why the newest order has no effect in this replica. Empty: it has one, or there is no order."""
+        """The reason why the newest order has no effect in this replica.
+
+        Empty: it has an effect, or there is no order.
+        """
 
     @property
     def total(self) -> int | None:
@@ -75,13 +79,14 @@ class Extension:
 
         Args:
             find_total: returns the total with which the run began, or None if this replica begins the run. Replicas
-                with slightly different totals may have the same rounds, so all of them must count from one total.
+                with slightly different totals can have the same rounds. So all of them must extend the same total.
         """
         if self._orders is None:
             return False
         try:
             ordered = self._orders.extensions()
-        except StoreError as error:  # the replica may continue: without the extension its rounds are the same so far
+        # the replica may continue, because an extension does not change the rounds before the earlier end
+        except StoreError as error:
             warnings.warn(f"The extensions of this run cannot be read: {error}", stacklevel=4)
             return False
         totals = ordered.get(self._unit, ())
@@ -102,7 +107,8 @@ class Extension:
         return any(has_grown)
 
     def _why_not(self, ordered: Mapping[str, Sequence[int]]) -> str:
-        """Return the reason why orders have no effect in this replica. Empty: they have one, or there are no orders.
+        """Return the reason why orders have no effect in this replica. Empty: they have an effect, or there are no
+        orders.
 
         Args:
             ordered: the ordered totals.
@@ -132,7 +138,7 @@ class Extension:
 
         Args:
             steps: the number of inner steps that this process has made.
-            at: the step of the run, or by the clock its round.
+            at: the step of the run, or its round if rounds go by the clock.
             is_over: True if the run has had its last planned round.
 
         Raises:
@@ -179,7 +185,7 @@ def check_extension(store: Store, run_id: str, key: bytes | None, asked: Mapping
             if log.start is not None:
                 found[name] = log.agreed
                 ended_by[name] = log.plan().ended_by
-        except (BadRecordError, CorruptObjectError):  # this process may lack the key: let the replicas decide
+        except (BadRecordError, CorruptObjectError):  # this process may not have the key, so the replicas must decide
             return
     if not found:
         raise ValueError(f"Run {run_id!r} has nothing to extend: its replicas have not begun, or train without DiLoCo.")
@@ -224,7 +230,7 @@ def total_of_start(store: RetryingStore, keys: Keys, key: bytes | None) -> int |
     log = StoredRoundLog(store, keys, proof_of(key))
     try:
         return None if log.start is None else log.agreed.total_steps
-    except CorruptObjectError:  # a damaged agreement does not end a run
+    except CorruptObjectError:  # a damaged agreement does not forbid the extension
         return None
 
 
@@ -264,7 +270,9 @@ def check_source(
     if step is None:
         return
     if all(log.agreed.inner_steps is None for log in logs):
-        raise ValueError(f"Run {run_id!r} has rounds by the clock, so a step ({step}) does not name one. Remove it.")
+        raise ValueError(
+            f"Run {run_id!r} has rounds by the clock, so step {step} does not name a round. Remove the step."
+        )
     firsts = [(log, min(filter(log.has_parts, log.snapshots()), default=None)) for log in logs]
     plans = [(log.plan(extensions), first) for log, first in firsts if first is not None]
     if all(plan.position_at(step) < first for plan, first in plans):

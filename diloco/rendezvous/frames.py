@@ -1,8 +1,8 @@
 """The objects that replicas exchange, as bytes: contributions, seals and means.
 
 Each object is a frame (`envelope.py`). The head of a contribution or a mean has the digest of each block of the
-payload, so a reader can check any range of whole blocks. The size of such a head follows from the number of blocks
-alone, so a reader can ask for a range of the payload without reading the head first.
+payload, so a reader can check any range of whole blocks. The number of blocks alone gives the size of such a head, so a
+reader can read a range of the payload without reading the head first.
 """
 
 from __future__ import annotations
@@ -19,13 +19,22 @@ from xxhash import xxh3_64_intdigest
 from diloco.rendezvous.envelope import BadRecordError, Buffer, Proof, aligned, frame, padded, reading, typed, unframe
 
 READ_TRIES = 3
-"""The number of wrong readings after which an object counts as damaged. Before that, the reading may be wrong."""
+"""The number of wrong readings after which an object counts as damaged.
+
+A single wrong reading may be an error of the transfer.
+"""
 MAX_RANK = 1_000_000
 MAX_ATTEMPT = 1_000_000
 MAX_SHARDS = 64
-"""Every replica reads every shard, so hundreds of shards would cost each replica hundreds of requests per round."""
+"""The most shards of a mean.
+
+Every replica reads every shard, so hundreds of them would cost each replica hundreds of requests per round.
+"""
 MAX_WEIGHT = 1e30
-"""Far more than any number of tokens. A sum of such weights never overflows, which would make every share 0."""
+"""The largest weight, far more than any number of tokens.
+
+A sum of such weights never overflows; an overflow would make every share 0.
+"""
 
 FP32 = "fp32"
 """The wire of a record that names no wire."""
@@ -51,11 +60,14 @@ class Contribution:
     blocks: tuple[str, ...]
     """The digest of each block of the payload."""
     norms: tuple[float, ...]
-    """The Euclidean norm of each block. Users read it, and no decision depends on it."""
+    """The Euclidean norm of each block, for users. No decision depends on it."""
     waited_s: float = 0.0
-    """Seconds that the sender waited for others in its last round. It measures the spread of arrivals by one clock."""
+    """Seconds that the sender waited for others in its last round.
+
+    It shows by a single clock how far apart replicas arrive.
+    """
     phase_s: float = 0.0
-    """Seconds that all inner steps of an entry take the sender. 0: not known."""
+    """Seconds that the sender needs for all inner steps of an entry. 0: not known."""
     head_start_s: float = 0.0
     """The longest time, in seconds, by which the sender may end its inner steps before the other replicas."""
     in_phase: bool = True
@@ -73,7 +85,7 @@ class Contribution:
         Args:
             key: the key of the contribution. A signature covers the key.
             proof: signs the head or adds a checksum.
-            n_blocks: the size of the head is that for a payload of this number of blocks. None: as many as `blocks`.
+            n_blocks: pad the head to its size for this number of blocks. None: the number of `blocks`.
         """
         head = frame(
             {
@@ -143,9 +155,9 @@ class SealedReplica:
     nonce: str
     attempt: int
     weight: float
-    """The weight of its work in the mean. 0: it has no input."""
+    """The weight of the replica's work in the mean. 0: none of its work is in the mean."""
     digest: str
-    """The proof of the contribution's head. The head has the digests of the payload, so it proves that, too."""
+    """The proof of the contribution's head. The head has the digests of the payload, so it also proves the payload."""
     in_phase: bool = True
     """True if the replica waited for the seal. False: it contributed early and continued to train."""
 
@@ -172,16 +184,16 @@ class Seal:
     """
 
     replicas: Mapping[int, SealedReplica]
-    """By rank, the replicas that count."""
+    """The replicas that count, by rank."""
     anchor: str
     """Digest of the anchor and outer state from which the contributions were made."""
     shards: int
     """The number of `mean/<shard>` objects. 0: the mean is inside the seal, or there is none."""
     mean: Buffer = b""
     lost_mean: str | None = None
-    """The digest of the mean, if the bytes of the mean inside the seal are damaged."""
+    """The digest of the mean inside the seal, if the bytes of that mean are damaged."""
     phase_s: float = 0.0
-    """The longest phase of a replica, in seconds. 0: no replica knew its own."""
+    """The longest phase of a replica, in seconds. 0: no replica knew its phase."""
     same: tuple[tuple[int, ...], ...] = ()
     """Groups of ranks that sent equal work, as if they trained on the same data. No decision depends on it."""
     wire: str = FP32
@@ -198,7 +210,8 @@ class Seal:
     def whole_mean(self) -> list[memoryview] | None:
         """The mean as consecutive ranges of bytes, if the seal alone has it.
 
-        The list is empty if no replica sent any work. None: the mean is in other objects, or its bytes are damaged.
+        The list is empty if no replica sent any work. The result is None if the mean is in other objects, or its bytes
+        are damaged.
         """
         if not self.inputs:
             return []
@@ -206,7 +219,10 @@ class Seal:
 
     @property
     def owners(self) -> list[int]:
-        """The ranks that compute the mean: the replicas in phase, which wait for it, or all replicas if none waits."""
+        """The ranks that compute the mean: the replicas in phase, because they wait for it.
+
+        If none waits, all replicas.
+        """
         return [rank for rank, replica in self.replicas.items() if replica.in_phase] or list(self.replicas)
 
     def data(self, key: str, proof: Proof) -> list[Buffer]:
@@ -250,7 +266,7 @@ class Seal:
             proof: checks the signature or the checksum.
             size_bytes: the size of the mean of this entry. None: not known, so it is not checked.
             wire: the encoding of the means of the run. None: not known, so it is not checked.
-            whole: True: refuse a seal whose head is right and whose mean is damaged. False: set `lost_mean` instead.
+            whole: True: raise an error if the head is intact but the mean is damaged. False: set `lost_mean` instead.
 
         Raises:
             BadRecordError: these bytes are not a seal of such an entry, or its mean is damaged.
@@ -294,7 +310,7 @@ class MeanHead:
     blocks: tuple[str, ...]
     """The digest of each block of the payload."""
     left_out: tuple[int, ...]
-    """The ranks that the seal counts and whose input could not be used for this shard."""
+    """The ranks that the seal counts, but whose contribution to this shard could not be used."""
     wire: str = FP32
     """The encoding of the payload."""
 
@@ -353,7 +369,7 @@ def digests_of(payload: Buffer, block_bytes: int, proof: Proof) -> tuple[str, ..
 
 
 def hash_order(ranks: Iterable[int], *about: object) -> list[int]:
-    """Return ranks in an order that is the same on every replica and differs from subject to subject.
+    """Return ranks in an order that is the same on every replica, and different for each subject.
 
     The order distributes work, such as sealing, over the replicas without any message.
 

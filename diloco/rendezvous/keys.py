@@ -1,6 +1,7 @@
 """The store keys of all objects of one rendezvous.
 
-The keys are an interface: users look at the objects with other tools. ADR 0034 describes the objects byte by byte.
+Users read the objects with other tools, so the keys are a public interface. ADR 0034 describes the objects byte by
+byte.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ class Keys:
         return self._signed(self.plain_claim(rank, attempt))
 
     def plain_claim(self, rank: int, attempt: int) -> str:
-        """Return the key of a claim as other processes find it. In a signed run the object there proves nothing."""
+        """Return the key of a claim for processes without the run's key.
+
+        In a signed run, the object under it proves nothing.
+        """
         return replica_key(self.run_id, rank, attempt, CLAIM)
 
     def outcome(self, rank: int, attempt: int) -> str:
@@ -69,7 +73,7 @@ class Keys:
     def unshared(self, entry: int) -> str:
         """Return the key of a copy of the tensors that replicas do not share, made before an entry.
 
-        Its name begins with r, so that the list of contributions and means contains it, too.
+        The key begins with r, so that the listing of contributions and means contains it, too.
         """
         return self._under(f"rest/{entry}")
 
@@ -90,7 +94,10 @@ class Keys:
         return self._under("r")
 
     def own_state(self, rank: int | None = None) -> str:
-        """Return the prefix of the states that ranks keep for their next attempts. None: of all ranks."""
+        """Return the prefix of the states that a rank saves for its next attempts.
+
+        If `rank` is None, it covers all ranks.
+        """
         return self._under("own/" if rank is None else f"own/{rank}/")
 
     def own_state_record(self, rank: int, position: int, attempt: int) -> str:
@@ -119,7 +126,7 @@ class Keys:
         return self._under(f"process/{rank}/{attempt}")
 
     def bye(self, rank: int, attempt: int) -> str:
-        """Return the key of the empty object that exists once an attempt has left in good order."""
+        """Return the key of the empty object that an attempt creates when it leaves the run without an error."""
         return self._under(f"bye/{rank}/{attempt}")
 
 

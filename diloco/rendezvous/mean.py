@@ -1,7 +1,9 @@
-"""Reads the mean of a sealed entry, or computes it: `Reducer` computes the shards of this replica and missing ones.
+"""Reads the mean of a sealed entry, or computes it: `Reducer` computes the shards of this replica, and shards that
+other replicas have not written.
 
-A stored shard is also the decision which inputs were left out because they could not be read. So a replica that has
-computed a shard uses the stored one, which another replica may have written first. This holds for its owner, too.
+A stored shard also decides which inputs are left out of the mean because they could not be read. So every replica uses
+the stored shard, also the replica that has computed the same shard itself: another replica may have stored it first,
+with other inputs.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ T = TypeVar("T")
 
 
 class InputGoneError(Exception):
-    """A sealed contribution was deleted. Then the mean exists by now, or a newer snapshot exists."""
+    """A sealed contribution was deleted. It is deleted only after the mean or a newer snapshot exists."""
 
 
 class Reducer:
@@ -50,7 +52,7 @@ class Reducer:
         """Seconds that this replica waits for another replica's shard or seal before it makes that object itself."""
 
     def collect(self, entry: EntryState, seal: Seal) -> list[memoryview] | None:
-        """Read the shards that exist, compute those that are due, and return the mean once it is complete.
+        """Read the shards that exist, compute the shards that are due, and return the mean once it is complete.
 
         Args:
             entry: the state of the entry, which keeps the shards that were read.
@@ -68,7 +70,7 @@ class Reducer:
             entry.blocked = self._keys.seal(entry.index) if mean is None else None
             return None if mean is None else [mean]
         now = self._context.clock()
-        # The first look does not ask which owners are gone: usually none is, and each question costs requests.
+        # The first look does not ask which owners have left: usually none has, and each question costs requests.
         asks = entry.sealed_s is not None and now >= entry.ask_s
         if asks or entry.sealed_s is None:
             entry.ask_s = now + self._context.ask_again_s
@@ -90,7 +92,8 @@ class Reducer:
                     entry.means[shard] = mean
             if not entry.means.keys() >= set(shards):
                 next_seal = self._keys.seal(entry.index + len(self._context.layouts))
-                # The sealers of the fragment's next entry had this mean. So it existed, and was deleted as garbage.
+                # The fragment's next entry has a seal, and its sealer had this mean. So the mean existed, and was
+                # deleted as garbage.
                 if asks and self._store.peek(next_seal, size=0) is not None:
                     entry.blocked = self._keys.mean(entry.index, shards[0])
                 return None
@@ -101,11 +104,12 @@ class Reducer:
     def _is_due(self, entry: EntryState, seal: Seal, order: list[int], *, asks: bool) -> bool:
         """Return True if this replica must compute a missing shard now.
 
-        Its owner computes the shard at once. Each later rank in the order waits for one more `takeover_after_s`.
+        The owner of the shard computes it at once. Each later rank in the order waits `takeover_after_s` longer than
+        the one before.
 
         Args:
             order: the ranks that may compute the shard, the owner first.
-            asks: True: do not count ranks that have left.
+            asks: True: ask the store which ranks have left, and do not wait for them.
         """
         assert entry.sealed_s is not None
         waited_s, place = self._context.clock() - entry.sealed_s, 0
@@ -152,7 +156,7 @@ class Reducer:
         return self._check(entry, seal, shard, self._store.peek(key, moves=not is_mine))
 
     def _check(self, entry: EntryState, seal: Seal, shard: int, data: memoryview | None) -> memoryview | None:
-        """Return the payload of a stored shard after checking it. None: there is no such shard that can be used.
+        """Return the payload of a stored shard after checking it. None: the shard does not exist, or cannot be used.
 
         Args:
             data: the first reading of the shard. A wrong reading is repeated.
@@ -183,7 +187,7 @@ class Reducer:
         with suppress(InputGoneError):
             head, payload = self._compute(entry, seal, shard)
         if head is None or (stored is not None and stored != head):
-            # An input was deleted or damaged since, or the processor of the writer sums in another way.
+            # An input was deleted or damaged later, or the processor of the writer adds in another order.
             entry.blocked = self._keys.mean(entry.index, shard)
             return None
         return payload
@@ -308,22 +312,25 @@ class Reducer:
         except BadRecordError:
             raise BadInputError(rank, "has a head that is not what was written") from None
         if digest != member.digest:
-            raise InputGoneError  # a delayed write, which arrived after the sealed object was used and deleted
+            raise InputGoneError  # a delayed write stored this object after the sealed object was used and deleted
         entry.seen[rank] = (contribution, digest)
         return contribution
 
     def _memory_of_mine(self, entry: EntryState, seal: Seal, shard: int) -> memoryview | None:
         """Return the memory of this process's input for a shard, if the mean may overwrite it. None: it may not.
 
-        The contribution is in the store now, so its memory is free. The mean fits if both wires are the same exact
-        wire.
+        The contribution is in the store, so its memory is no longer needed. The mean fits into it if both wires are the
+        same exact wire.
         """
         layout = entry.layout
         fits = layout.wire.is_exact and layout.wire.name == layout.mean_wire.name
         return self._kept(entry, seal, layout.shard(shard, seal.shards)) if fits else None
 
     def _kept(self, entry: EntryState, seal: Seal, part: ShardRange) -> memoryview | None:
-        """Return a range of the payload that this process sent, if the seal counts it and it is still in memory."""
+        """Return a range of the payload that this process sent.
+
+        None: the seal does not count it, or it is no longer in memory.
+        """
         member = seal.replicas.get(self._me.rank)
         if entry.packed is None or member is None or member.digest not in entry.sent:
             return None

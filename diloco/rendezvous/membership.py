@@ -1,4 +1,4 @@
-"""Claims a rank for this process, and knows which replicas are expected in a round and which have left.
+"""Claims a rank for this process, and finds out which replicas are expected in a round and which have left.
 
 The replicas that the newest seal names are expected. A replica has left if it has written its bye object or its
 outcome. Nothing here depends on clocks of other machines, heartbeats or modification times.
@@ -47,9 +47,9 @@ MAX_HOST = 255
 MISREAD = 3
 """The number of wrong readings after which a record counts as missing."""
 FENCE_S = 10.0
-"""Seconds between two looks of a replica out of phase for a newer attempt of its rank."""
+"""Seconds after which a replica out of phase checks again whether a newer attempt of its rank exists."""
 DELETED_LOOKS, DELETED_LOOK_S = 3, 10.0
-"""A run counts as deleted if objects that are never deleted are missing in three looks, ten seconds apart."""
+"""A run counts as deleted if objects that a run always has are missing in three looks, ten seconds apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def claim(
     if joins:
         added.look()
     while True:
-        if rank in added.ranks:  # only a joiner reads them: a rank that the user adds is not free for it
+        if rank in added.ranks:  # only a joining process needs them: it must not take a rank that the user has added
             rank += 1
             continue
         key, plain = keys.claim(rank, attempt), keys.plain_claim(rank, attempt)
@@ -116,8 +116,8 @@ def claim(
             pause()
         elif owner == nonce:
             if joins:
-                # The command that adds ranks writes its record first, and looks for claims then. With the look after
-                # the claim, at least one of the two sees the other.
+                # The command that adds ranks first writes its record and then looks for claims. This process first
+                # claims and then looks for records. So at least one of the two sees the other.
                 added.look()
             if rank in added.ranks:
                 continue
@@ -153,7 +153,7 @@ class KnownAddedRanks:
                 self.ranks.update(AddedRanks.parse(data, key).ranks)
             except CorruptObjectError:
                 self._n_misread += 1
-                if self._n_misread < MISREAD:  # perhaps only the reading was wrong
+                if self._n_misread < MISREAD:  # perhaps the record is intact and only the reading was wrong
                     return
             self._n_read, self._n_misread = self._n_read + 1, 0
 
@@ -228,8 +228,8 @@ class ProcessRecord:
 def claim_process(store: RetryingStore, keys: Keys, me: Identity, proof: Proof, pause: Callable[[], None]) -> None:
     """Record that this process takes part in a rendezvous for its replica. Do nothing if it did so before.
 
-    The processes of one replica share its rank and its nonce. If two of them took part, the other replicas would take
-    them for one, and the work of one of them would silently be lost.
+    The processes of one replica share its rank and its nonce. If two of them took part, the other replicas would treat
+    them as one, and the work of one of them would be lost without a message.
 
     Args:
         store: the store of the run.
@@ -270,11 +270,11 @@ def claim_process(store: RetryingStore, keys: Keys, me: Identity, proof: Proof, 
 
 
 class Membership:
-    """Knows which replicas are expected in the next round, which of them have left, and which ranks exist.
+    """Finds out which replicas are expected in the next round, which of them have left, and which ranks exist.
 
-    A *named process* is a process that the newest applied seal names. Before the first seal, it is the first attempt of
-    each rank of the first world. The ranks of named processes are *expected*: any attempt of such a rank may
-    contribute.
+    A *named process* is a process that the newest applied seal names. Before the first seal, the named processes are
+    the first attempts of the ranks of the first world. The ranks of named processes are *expected*: any attempt of such
+    a rank may contribute.
 
     Args:
         store: the store of the run.
@@ -310,14 +310,17 @@ class Membership:
         self.seal: Seal | None = None
         """The newest seal that was applied."""
         self.read_seal: str | None = None
-        """The key of the first seal that was read. After a deletion, replicas may have written later seals again."""
+        """The key of the first seal that was read.
+
+        If the run was deleted, replicas may have written later seals again, but not this one.
+        """
         self.missing_looks = 0
-        """The number of looks in a row at which no object that is never deleted was found."""
+        """The number of looks in a row at which the objects that a run always has were missing."""
         self.fence_checked_s = self._abort_checked_s = self._looked_s = clock()
 
     @property
     def expected(self) -> Mapping[int, int]:
-        """By rank, the attempts of the named processes."""
+        """The attempts of the named processes, by rank."""
         if self.seal is None:
             return dict.fromkeys(range(self._me.world_size), 0)
         return {rank: member.attempt for rank, member in self.seal.replicas.items()}
@@ -399,7 +402,7 @@ class Membership:
         attempt that has not left.
 
         Args:
-            good: by rank, the contributions that were found. The ranks of named processes among them have not left.
+            good: the contributions that were found, by rank. A named process that has contributed has not left.
         """
         expected = self.expected
         if expected.keys() <= good.keys():
@@ -592,7 +595,7 @@ class RunLocation:
                 f"This replica has closed a DiLoCo named {keys.name!r} already, and a second one of this name would "
                 "continue its training. Give each training its own name: DiLoCo(model, name=…)."
             )
-        if is_own:  # else the claim is this process's own already
+        if is_own:  # otherwise this process has the claim already
             claim_process(store, keys, me, proof, lambda: sleep(0.01))
         return me
 
@@ -609,11 +612,11 @@ def find_location(
         store: the store or its URL. None: the store of this replica.
         run_id: the id of the run. None: the run of this replica.
         rank: the rank, or "join" for one more replica. None: the rank of this replica.
-        world_size: the number of replicas in the first world. None: that number for this replica.
+        world_size: the number of replicas in the first world. None: the number of replicas in this replica's launch.
 
     Raises:
         DiLoCoError: this process is not a replica, and an argument is missing.
-        ValueError: `rank` is another text than "join".
+        ValueError: `rank` is a text, but not "join".
 
     Example:
         find_location("file:///runs", "first-try", rank=0, world_size=4)
@@ -627,7 +630,7 @@ def find_location(
         replica, problem = None, str(error)
     else:
         if replica is None and {store, run_id, rank, world_size} == {None}:
-            current_replica()  # it prints that this process trains alone
+            current_replica()  # this call prints that the process trains alone
             return RunLocation(None, MemoryStore("alone"), "alone", 0, 1, is_alone=True)
     given = {"store": store, "run_id": run_id, "rank": rank, "world_size": world_size}
     missing = [name for name, value in given.items() if value is None]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 STEPS_APART = 2
 """With rounds by the clock: the number of steps of the slowest replica for which the others wait.
 
-A mean arrives in the middle of one step, and the next round is due in the middle of another one.
+It is not 1, because a mean arrives in the middle of one step, and the next round is due in the middle of another one.
 """
 
 
@@ -146,13 +146,13 @@ class RoundPlan:
         return self.total_steps if not self.earlier else self._stage_of(position).end_step
 
     def is_over(self, position: int) -> bool:
-        """Return True if no entry is planned from this one on. Another round would be a round without the others."""
+        """Return True if no entry is planned from this one on. No other replica would take part in another round."""
         return self.last_entry is not None and position > self.last_entry
 
     def is_final(self, entry: int) -> bool:
         """Return True if an entry is the last round of its fragment in a stage.
 
-        A replica that does not know of an extension yet takes the first stage for the whole plan.
+        A replica that does not know of an extension yet sees the first stage as the whole plan.
         """
         return any(last - self.n_fragments < entry <= last for last in self.last_entries)
 
@@ -207,9 +207,11 @@ class Phase:
         self.n_steps = 0
         """The number of steps that this process has made."""
         self.uncounted_steps = [0] * plan.n_fragments
-        """By fragment, the number of steps of this process whose work no seal has counted yet."""
+        """For each fragment, the number of steps of this process whose work no seal has counted yet."""
         self.has_restored_work = [False] * plan.n_fragments
-        """By fragment, True if the uncounted work contains work of an earlier attempt. Its steps are not known."""
+        """For each fragment, True if the uncounted work contains work of an earlier attempt, whose number of steps is
+        not known.
+        """
         self.phase_s = 0.0
         """Seconds that the steps of one entry take, measured so far. 0: not known yet."""
         self.has_trained = False
@@ -226,9 +228,9 @@ class Phase:
         self.looked_s = 0.0
         """The time of the last look at which the open entry had no seal."""
         self.looked_step = 0
-        """The number of steps that this process had made at that look."""
+        """The number of steps that this process had made at the time `unsealed_s`."""
         self.ahead_from_s = 0.0
-        """The time from which this replica may be ahead of the others: about the time of that look."""
+        """The time from which this replica may be ahead of the others. It is about the time `unsealed_s`."""
         self._plan = plan
         self._clock = clock
         self._steps = 0
@@ -255,12 +257,13 @@ class Phase:
     def run_step(self) -> float:
         """The step of the run that this replica has reached.
 
-        It is the step of the newest entry, plus the steps since. These count at most to the next round, or to the round
-        after it with overlap_steps="auto": a replica that waits for a mean does not run away from the plan.
+        It is the step of the newest entry, plus the steps since. Steps since then count at most to the next round, or
+        with overlap_steps="auto" to the round after it. So a replica that waits for a mean does not get ahead of the
+        plan.
         """
         end, plan = self._end, self._plan
         if self.is_over or (end is not None and self.base_step >= end):
-            return self.base_step + self.steps_since  # steps beyond the plan have no round that limits them
+            return self.base_step + self.steps_since  # beyond the plan, no round limits the count
         most = plan.steps_per_entry * (2 if plan.overlap_steps is None and plan.entry_s is None else 1)
         return _capped(self.base_step + min(self.steps_since, most), end)
 
@@ -318,11 +321,11 @@ class Phase:
         self.has_trained = True
 
     def note_held(self) -> None:
-        """Note that the training thread holds work for the open entry now."""
+        """Record the time at which the training thread holds work for the open entry."""
         self._held_ahead_s = max(0.0, 1 - self.steps_since) * (self._plan.entry_s or 0.0)
 
     def stop_training_clock(self) -> float:
-        """Note that the training thread enters the rendezvous. Return the seconds of training since it left."""
+        """Record that the training thread enters the rendezvous. Return the seconds of training since it last left."""
         trained_s = self._clock() - self._left_s
         self._untold_s += trained_s
         return trained_s
@@ -333,15 +336,15 @@ class Phase:
         return told
 
     def start_training_clock(self) -> None:
-        """Note that the training thread leaves the rendezvous. Time in the rendezvous does not count as training."""
+        """Record that the training thread leaves the rendezvous. Time in the rendezvous does not count as training."""
         self._left_s = self._clock()
 
     def begin(self, base: float, since: float = 0, *, position: int = 0) -> None:
-        """Continue from the step that others, or a checkpoint, have reached.
+        """Continue from the step that the other replicas have reached, or from the step of a checkpoint.
 
         Args:
             base: the step of the run at which the newest entry was applied.
-            since: the steps since then.
+            since: the number of steps after `base`.
             position: the next entry to apply.
         """
         self.position = position
@@ -358,9 +361,10 @@ class Phase:
         self._counts_from_s = self._clock() - since * (self._plan.entry_s or 0.0)
 
     def advance_in_phase(self, n_entries: int, ready_s: float) -> None:
-        """Continue after the rounds of a boundary, from which all replicas continue together.
+        """Continue after rounds that were due at one step. All replicas in phase continue from there together.
 
-        By the clock, the next phase begins at the time of the result, or when the last round was due if that is later.
+        With rounds by the clock, the next phase begins when the result was complete, or when the last round was due if
+        that is later.
 
         Args:
             n_entries: the number of entries that were passed.
@@ -378,7 +382,7 @@ class Phase:
     def advance_after_catch_up(self, n_entries: int, looked_step: int, looked_s: float) -> None:
         """Continue after rounds that this replica applied out of phase.
 
-        The new phase began after the last look at which the entry had no seal.
+        The new phase begins at the last look at which the entry had no seal.
 
         Args:
             n_entries: the number of entries that were passed.
@@ -393,13 +397,13 @@ class Phase:
             self._count_from(looked_s + self._overlap_s)
 
     def _within_the_plan(self, since: float) -> float:
-        """Return 0 at the last planned step, and else the given steps: no average contains steps beyond the plan."""
+        """Return the given steps, but 0 at the last planned step, because no average contains steps beyond the plan."""
         return 0 if self.base_step == self._end else since
 
     def _count_from(self, from_s: float) -> None:
-        """Count from a time by the clock. No round is due before the next step is made.
+        """Begin to count seconds from a time. No round is due before the next step is made.
 
-        At the end of the plan, the count begins now, because a replica that has ended must not wait.
+        At the end of the plan, the count begins at the current time, because a replica that has ended must not wait.
         """
         now, end = self._clock(), self._end
         self._counts_from_s = from_s if end is None or self.base_step < end else min(from_s, now)
@@ -408,7 +412,7 @@ class Phase:
     def advance_after_sync(self, step: float, base: float) -> None:
         """Continue after rounds that the user asked for with `DiLoCo.sync`, before they were due.
 
-        Such a round stands for the steps that were made, and not for the planned steps of an entry.
+        Such a round averages the steps that were made, and not the planned steps of an entry.
 
         Args:
             step: the step of the run that this replica has reached.
@@ -428,20 +432,20 @@ class Phase:
     # -- for the round runner ------------------------------------------------------------------------------------------
 
     def note_unsealed(self, at_s: float, at_step: int, *, in_background: bool = False) -> None:
-        """Note that the open entry had no seal.
+        """Record that the open entry had no seal.
 
         Args:
             at_s: the time of the look.
             at_step: the number of steps that this process had made then.
-            in_background: True if the look was made while training continued. It then fell into a step, and that step
-                counts from its beginning.
+            in_background: True if the look was made while training continued. Then it was made during a step, and that
+                whole step counts as after the look.
         """
         self.looked_s, self.looked_step = at_s, at_step
         is_in_step = in_background and self._plan.entry_s is None
         self.ahead_from_s = min(at_s, self._left_s) if is_in_step else at_s
 
     def slack_s(self, entry: int) -> float:
-        """Return the seconds by which the overlap of earlier entries may hold replicas in phase apart.
+        """Return the seconds by which replicas in phase may differ because of the overlap of earlier entries.
 
         It is 0 unless the entry is a last one. No training overlaps a last round, so its wait includes that time.
 

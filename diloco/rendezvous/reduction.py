@@ -1,8 +1,8 @@
 """Computes the weighted mean of encoded contributions, in one pass that also checks every input.
 
 The arithmetic is float32, in the order of the ranks. Each product is rounded before it is added, so every processor
-computes the same bits. The function works on pieces of a block that stay in the cache. So it fetches each input from
-memory once, for its digest, its product and its sum, and encodes the mean in the same pass.
+computes the same bits. The function works on pieces of a block that stay in the cache. So it reads each input from
+memory only once, for its digest, its product and its sum, and encodes the mean in the same pass.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BadInputError(Exception):
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """The format of a range of whole blocks, as input and as mean."""
+    """The format of a range of whole blocks: how inputs and means are encoded and digested."""
 
     n_elements: int
     block_elements: int
@@ -89,7 +89,7 @@ def weighted_mean(
         digests = weighted_mean([ShardInput(0, 1.0, data, (digest,))], out, blocks)
     """
     wire, mean_wire, sizes = blocks.wire, blocks.mean_wire, (blocks.n_elements, blocks.block_elements)
-    total = math.fsum(source.weight for source in inputs)  # Python's own sum has other bits since 3.12
+    total = math.fsum(source.weight for source in inputs)  # Python's own `sum` rounds in another way since 3.12
     weights = [np.float32(source.weight / total) for source in inputs]
     acc, product = np.empty(PIECE, np.float32), np.empty(PIECE, np.float32)
     digests = []
@@ -137,7 +137,8 @@ def is_mean(data: memoryview, blocks: BlockFormat, digests: Sequence[str] | None
     cut = list(blocks_of(blocks.mean_wire, blocks.n_elements, blocks.block_elements))
     if len(data) != cut[-1].end or (digests is not None and len(digests) != len(cut)):
         return False
-    for number, (n, start, end) in enumerate(cut):  # both checks of a block together: it is fetched from memory once
+    # check finiteness and digest together, so that each block is read from memory once
+    for number, (n, start, end) in enumerate(cut):
         block = data[start:end]
         if digests is not None and blocks.proof.digest(block) != digests[number]:
             return False
@@ -149,7 +150,7 @@ def is_mean(data: memoryview, blocks: BlockFormat, digests: Sequence[str] | None
 def _worst(wire: Wire, inputs: Sequence[ShardInput], sources: Sequence[memoryview], n: int) -> BadInputError:
     """Return the error for the input that made a mean not finite.
 
-    If every input is finite, it is the input with the largest value: the wire cannot hold the sum.
+    If every input is finite, the wire cannot represent the sum, and the error names the input with the largest value.
     """
     for of, source in zip(inputs, sources, strict=True):
         if not wire.is_finite(source, n):

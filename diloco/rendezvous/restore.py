@@ -3,8 +3,8 @@
 A replica does this when it begins, when it has fallen behind, and when its state is not the state of the log. At the
 very beginning of a run, one replica stores its model as the first snapshot.
 
-The end of the log is found without a list of keys, because no seal is missing and none is ever deleted. Snapshots exist
-only at multiples of `snapshot_every`.
+No seal is skipped or deleted, and snapshots exist only at multiples of `snapshot_every`. So the end of the log is found
+without a listing of keys.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from diloco.rendezvous.training_state import Arrays, check_agreement, differing_
 log = logging.getLogger(__name__)
 
 AGREEMENT_TRIES = 3 * READ_TRIES
-"""The number of wrong readings after which a replica continues without the agreement. There is no other copy of it."""
+"""The number of wrong readings of the agreement after which a replica continues without it, because no other copy
+exists.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,9 @@ class RestoredWork:
     position: int
     """The next entry that the earlier attempt would have applied."""
     progress: Any
-    """Its live work, as distances from the anchor."""
+    """The live work of the earlier attempt: its distance from the anchor."""
     uncounted_since: Sequence[int]
-    """By fragment, the entry at which that work began."""
+    """For each fragment, the entry at which that work began."""
 
 
 class SnapshotReader:
@@ -68,15 +70,18 @@ class SnapshotReader:
         self._me = context.me
         self._training = context.training
         self._may_offer = may_offer
-        """False once a snapshot was loaded: parts of another state under this nonce would damage the first anchor."""
+        """False once a snapshot was loaded.
+
+        Then this process must not store a first anchor, because its state is no longer its own model.
+        """
         self._start: SnapshotPointer | None = None
-        """The pointer of the first snapshot. It has the agreement, which fits this replica."""
+        """The pointer of the first snapshot, once its agreement was found to fit this replica."""
         self._taken_over: int | None = None
         """The entry of another run whose state this run begins with. None: no such state was loaded."""
         self._has_first_state = False
         """True if the first state was read from another run."""
         self._misfits: set[int] = set()
-        """Entries whose snapshots can be read, and do not fit this model."""
+        """Entries whose snapshots can be read but do not fit this model."""
 
     def load(self, above: int) -> int | None:
         """Load the newest usable snapshot, and return its entry: the next entry to apply.
@@ -106,17 +111,20 @@ class SnapshotReader:
                     continue
                 self._may_offer = False
                 if self._took(entry, pointer, arrays):
-                    if entry != self.first:  # the seal with the early end may be before it, and is then never read
+                    # the seal with an early end may be before this snapshot, so this replica never reads it
+                    if entry != self.first:
                         apply_recorded_end(context.plan, self._store, self._keys, context.proof)
                     context.standstill.end()
                     return entry
-                above = -1  # a snapshot that did not fit has replaced the state, so any other one is better
+                # a snapshot that did not fit has already replaced the state, so any other snapshot is better
+                above = -1
             if above >= 0:
                 return None
             waited_s = context.clock() - began
             if knows_start and self._start is None and waited_s >= limits.takeover_after_s:
                 self._check_key(is_alone=True)
-            turn_s = self._me.rank * limits.takeover_after_s  # by then every lower rank counts as dead
+            # rank k waits k turns, so by then no lower rank has stored its model
+            turn_s = self._me.rank * limits.takeover_after_s
             if self._may_offer and waited_s >= turn_s and not self._store.exists(self._keys.snapshot(0)):
                 self._offer_first_anchor()
                 continue
@@ -131,7 +139,7 @@ class SnapshotReader:
             context.wait(next(pauses), [watch_prefix(self._keys.snapshot(0))])
 
     def _took(self, entry: int, pointer: SnapshotPointer, arrays: Arrays) -> bool:
-        """Load arrays, and return True if they are the state that their pointer names."""
+        """Load the arrays of a snapshot, and return True if they are the state that its pointer names."""
         try:
             with reading("snapshot of this model"):
                 self._training.load(arrays)
@@ -176,12 +184,12 @@ class SnapshotReader:
 
     @property
     def first(self) -> int:
-        """The first entry of this log. 0 before it is known."""
+        """The first entry of this log. 0 if it is not known yet."""
         return 0 if self._start is None else self._start.first
 
     @property
     def is_author(self) -> bool:
-        """True if the first snapshot of the log is from this process. False before that is known."""
+        """True if this process has written the first snapshot of the log. False if that is not known yet."""
         return self._start is not None and self._start.nonce == self._me.nonce
 
     def _find_start(self) -> bool:
@@ -209,7 +217,8 @@ class SnapshotReader:
         return self._start is not None or self._store.count_misreads(self._keys.snapshot(0)) >= AGREEMENT_TRIES
 
     def _check_key(self, *, is_alone: bool) -> None:
-        """Find out whether an unreadable agreement means that this replica does not have the run's key.
+        """If the agreement cannot be read, find out whether the reason is that this replica does not have the run's
+        key.
 
         The agreement may also be damaged, or another writer may have overwritten it.
 
@@ -235,10 +244,10 @@ class SnapshotReader:
         """
         origin = self._context.origin
         if origin is not None and self._taken_over is None:
-            # The other run has ended, so no object will appear there: a short wait is enough.
+            # The other run has ended, so no new object will appear in it, and a short wait is enough.
             limits = replace(self._context.limits, round_timeout_s=self._context.limits.grace_s)
-            # The reader gets its own copy of the plan. If the other run was stopped, only this replica would read that
-            # early end, and would end too early.
+            # The reader gets its own copy of the plan. If the other run was stopped, the reader would apply that early
+            # end to this replica's plan, and only this replica would end too early.
             keys, plan = replace(self._keys, run_id=origin), replace(self._context.plan)
             there = replace(self._context, keys=keys, limits=limits, plan=plan)
             self._taken_over = SnapshotReader(there, may_offer=False).load(-1)
@@ -255,7 +264,7 @@ class SnapshotReader:
 
 
 class LogReplayer:
-    """Takes this replica's training state from the log, and holds its position there.
+    """Restores this replica's training state from the log, and keeps its position in the log.
 
     It loads the newest snapshot and applies the means of the entries after it. In a usual round it does nothing: the
     round runner applies the entry and advances the position.
@@ -264,7 +273,7 @@ class LogReplayer:
         context: the services of the rendezvous.
         seals: the seals of the run.
         reducer: reads or computes means.
-        sealer: knows when an entry takes too long.
+        sealer: raises an error when an entry takes too long.
         account: gets the decisions of the passed entries.
 
     Example:
@@ -306,7 +315,7 @@ class LogReplayer:
             restored: the work of an earlier attempt of this rank. Work that no seal has counted since is kept.
         """
         entry = self._reader.load(-1)
-        assert entry is not None  # it waits for one
+        assert entry is not None  # this call waits until there is a snapshot
         self.position = entry
         self._account.begin_at(entry)
         if restored is None:
@@ -330,7 +339,7 @@ class LogReplayer:
         self.read_newest_seal()
 
     def reload(self, above: int = -1) -> bool:
-        """Take the state from the log, at least up to the present position, and keep the work that no mean contains.
+        """Load the state from the log, at least up to the current position, and keep the work that no mean contains.
 
         Args:
             above: do this only if there is a snapshot after this entry. -1: do it in any case.
@@ -354,7 +363,7 @@ class LogReplayer:
         return True
 
     def reload_diverged(self, entry: EntryState, seal: Seal) -> None:
-        """Take the state from the log, because the anchor is not the one that an entry was made for.
+        """Load the state from the log, because this replica's anchor differs from the anchor that a seal names.
 
         Args:
             entry: the open entry.

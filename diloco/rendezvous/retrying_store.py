@@ -1,7 +1,8 @@
 """Wraps a store for the rendezvous: `RetryingStore` hides errors of the store until they have continued for a while.
 
-No decision of the rendezvous depends on a missing object, or on the answer to a write. So an error of the store means
-the same as "not yet": the caller looks again later. This file also has the pauses between looks, and parallel reads.
+The rendezvous treats an error of the store like an object that does not exist yet: the caller looks again later. This
+is safe, because no decision depends on a missing object or on the answer to a write. This file also has the pauses
+between looks, and parallel reads.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ R = TypeVar("R")
 FAILURES = 3
 """The number of calls of one kind that must have failed in a row before their error is raised.
 
-A round may take longer than the patience lasts, and it deletes only once.
+This number is needed because a round may take longer than the patience, and deletes only once: one failed deletion must
+not end it.
 """
 WAITED_FOR = {
     "get": "the store to read of a round",
@@ -39,7 +41,7 @@ WAITED_FOR = {
     "put_if_absent": "the store to write for a round",
     "delete": "the store to delete what a round left",
 }
-"""By kind of call, the text that names the wait while such calls fail."""
+"""For each kind of call, the text that names the wait while such calls fail."""
 THREADS = 8
 """The number of parallel reads. The connection pool of the S3 store has room for 8 large reads at a time."""
 
@@ -49,7 +51,7 @@ class _Misread(NamedTuple):
 
     n: int
     since_s: float
-    """The time of the first reading with the same wrong bytes."""
+    """The time of the first reading of the bytes that were read last."""
     last_s: float
     """The time of the last reading."""
     digest: bytes
@@ -92,15 +94,15 @@ class RetryingStore:
         self._waits = waits or Waits(lambda words: None, clock)
         self._copies = copies
         self._outages = {verb: Outage(patience, what, waits=self._waits) for verb, what in WAITED_FOR.items()}
-        """By kind of call, the present outage."""
+        """The current outage of each kind of call."""
         self._n_failed = dict.fromkeys(WAITED_FOR, 0)
-        """By kind of call, the number of failures in a row."""
+        """The number of failures in a row of each kind of call."""
         self._bad: dict[str, _Misread] = {}
         self._counting = threading.Lock()
         self.last_error: StoreError | None = None
         """The error of the last write or deletion that failed."""
         self.streams = isinstance(store, StreamingStore)
-        """True if the store can write an object while it is being made."""
+        """True if the store can write an object while its content is being computed."""
         self.maps = self.streams and not copies
         """True if a streamed object can be read again without using memory."""
 
@@ -129,7 +131,7 @@ class RetryingStore:
             except StoreError:
                 if size is None:
                     raise
-                # The object may be shorter than the range. It is then damaged, and the store works.
+                # If the object is shorter than the range, the object is damaged, but the store works.
                 data = self.store.get(key)[start : start + size]
         except KeyNotFoundError:
             data = None
@@ -196,13 +198,13 @@ class RetryingStore:
             self.written_bytes += size_of(data)
 
     def create_streamed(self, key: str, head_bytes: int, size_bytes: int, produce: Produce) -> None:
-        """Try to create an object while it is being made. The store must be able to stream.
+        """Try to create an object while its content is being computed. The store must be able to stream.
 
         Args:
             key: the key of the object.
             head_bytes: the size of the head, which is written last.
             size_bytes: the size of the whole object.
-            produce: writes the payload by the function that it gets, and returns the head.
+            produce: passes the payload piece by piece to the function that it gets, and returns the head.
         """
         store = self.store
         assert isinstance(store, StreamingStore)
@@ -240,7 +242,7 @@ class RetryingStore:
         )
 
     def _did(self, verb: str, act: Callable[[], object]) -> bool:
-        """Make a call that writes or deletes, and return True if it did not fail."""
+        """Call a function that writes or deletes, and return True if it did not fail."""
         try:
             act()
         except StoreError as error:
@@ -271,7 +273,8 @@ def size_of(data: Data) -> int:
 
 
 def backoff(rng: random.Random, first_s: float = 0.002, most_s: float = 1.0) -> Iterator[float]:
-    """Yield growing pauses in seconds. Each pause is shortened at random, so that replicas do not ask all at once.
+    """Yield growing pauses in seconds. Each pause is shortened at random, so that not all replicas ask at the same
+    time.
 
     Args:
         rng: shortens each pause by up to half.
@@ -327,12 +330,15 @@ class ParallelMap:
         return self._pool
 
     def close(self) -> None:
-        """Start no more calls. Calls that are running end by themselves."""
+        """Start no more calls. Calls that are running end normally."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
 
 
 def is_local_store(store: Store) -> bool:
-    """Return True if the store is on this machine: it answers at once, so threads would cost more than they save."""
+    """Return True if the store is on this machine.
+
+    Such a store answers at once, so threads would cost more than they save.
+    """
     return isinstance(store, (FileStore, MemoryStore))

@@ -32,19 +32,22 @@ Wait = Callable[[float, Sequence[str]], None]
 """Waits for a number of seconds. It may return earlier if an object below one of the key prefixes changes."""
 MOST_PAUSE_S = 1.0
 ASK_AGAIN_S, ANSWERS_PER_QUESTION = 0.1, 20
-"""A question whether a peer has left costs three requests, and peers rarely leave. So ask at most every 0.1 s."""
+"""The shortest time, in seconds, between two questions which peers have left.
+
+Each costs three requests, and peers rarely leave.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The time limits of a rendezvous, and the sizes from which it works differently. Any values are safe.
+    """The time limits of a rendezvous, and the sizes at which it changes its method. Any values are safe.
 
     Example:
         Limits(grace_s=10.0)
     """
 
     grace_s: float = 30.0
-    """The longest wait for a missing replica, as the user gives it to `DiLoCo`."""
+    """The longest wait for a missing replica: the argument `grace_s` of `DiLoCo`."""
     round_timeout_s: float = ROUND.seconds
     """Seconds after which a round without a decision ends the replica with an error."""
     takeover_after_s: float = 5.0
@@ -161,7 +164,7 @@ class Layout:
 
         Args:
             n_ranks: the number of ranks that are expected.
-            streams: True if the store takes a contribution while it is being made.
+            streams: True if the store accepts a contribution while it is still being encoded.
         """
         if self.is_small or not streams or not self.wire.is_exact:
             return self.size_bytes
@@ -210,8 +213,8 @@ def shards_of(rank: int, entry: int, ranks: Iterable[int], n_shards: int) -> lis
 class Context:
     """The services that all parts of one replica's rendezvous share.
 
-    All of them are built when the context is made, and here alone. Time, waiting and randomness are arguments, so that
-    tests run the rendezvous under a clock of their own.
+    The context builds all of them, once. Time, waiting and randomness are arguments, so that tests run the rendezvous
+    with a simulated clock.
 
     Args:
         store: the store of the run. An error of the store means the same as "not yet".
@@ -232,9 +235,9 @@ class Context:
         carry_rounds: the number of rounds of its fragment after which uncounted work is given up. None: never.
         snapshot_every: entries from one snapshot to the next.
         clock: returns seconds of a monotonic clock.
-        rng: shortens the pauses at random.
+        rng: the random generator that shortens pauses.
         reduce: averages encoded blocks.
-        map: applies a function to several things, perhaps in several threads.
+        map: applies a function to several arguments, perhaps in several threads.
         ask: asks the store a question, perhaps in another thread.
         background: runs a job while training continues.
         on_standstill: called with the round that waits until the user deletes an object. Called with None when the
@@ -267,11 +270,11 @@ class Context:
     background: Background = lambda job: job()
     on_standstill: Callable[[Standstill | None], None] = lambda found: None
     members: Membership = field(init=False)
-    """Knows which replicas take part."""
+    """Finds out which replicas take part."""
     phase: Phase = field(init=False)
-    """Counts the steps since the last round, and knows whether the next round is due."""
+    """Counts the steps since the last round, and decides whether the next round is due."""
     standstill: StandstillWatch = field(init=False)
-    """Reports the objects without the run's key that hold up the rounds of this replica."""
+    """Reports objects that block the rounds of this replica, because they are not signed with the run's key."""
     layouts: tuple[Layout, ...] = field(init=False)
     """The layout of each fragment."""
 
@@ -287,7 +290,7 @@ class Context:
 
     @property
     def ask_again_s(self) -> float:
-        """Seconds from one question which replicas have left to the next one. They are more if the store is slow."""
+        """Seconds between two questions which replicas have left. A slow store is asked less often."""
         return max(ASK_AGAIN_S, ANSWERS_PER_QUESTION * min(self.store.answer_s, 1.0))
 
     def pauses(self) -> Iterator[float]:
@@ -301,20 +304,20 @@ class PendingWork:
 
     entry: int
     weight: float
-    """0: there is no work, or the number of its steps is not known."""
+    """The weight of the work. 0: there is no work, or its number of steps is not known."""
     steps: int
-    """The inner steps of this process in the held work. The number is given also if none of the work is sent."""
+    """The inner steps of this process in the held work, also if the work is not sent."""
     work: float
-    """The amount of work that is sent: the value of a callable weight, else the number of steps."""
+    """The amount of work that is sent: the value of a callable weight, or otherwise the number of steps."""
     at_step: int
     """The number of steps that this process had made when the work was held."""
     is_early: bool
-    """True if training continues out of phase. A seal then counts only a part of the live work."""
+    """True if this replica is out of phase and continues to train. A seal then counts only a part of the live work."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSteps:
-    """Steps of a fragment whose work a seal has counted, or which were dropped."""
+    """The number of steps of a fragment that a seal has counted, or that were dropped."""
 
     fragment: int
     steps: int | None
@@ -330,13 +333,16 @@ class RoundResult:
     n_entries: int
     """The number of entries that were passed."""
     is_out_of_phase: bool
-    """True if this replica is out of phase from here on."""
+    """True if this replica is out of phase from now on."""
     has_met: bool
     """True if this replica waited for the others at the end of its phase."""
     looked_step: int
-    """If it has not met them: the number of its steps at the last look without a seal."""
+    """The number of steps of this process at the last look that found no seal.
+
+    Used if this replica did not wait for the others.
+    """
     looked_s: float
-    """The time of that look."""
+    """The time of the last look that found no seal."""
     ready_s: float
     """The time at which the result was complete."""
     is_urgent: bool
@@ -366,31 +372,31 @@ class EntryState:
     published: bool = False
     """True if a contribution of this rank is in the store."""
     published_s: float | None = None
-    """The time at which it was there."""
+    """The time at which this replica first knew of that contribution."""
     pending: PendingWork | None = None
     """The work that the training thread has handed over for the entry."""
     is_foreign: bool = False
     """True if the contribution of this rank in the store is from another process."""
     sent: set[str] = field(default_factory=set)
-    """Digests of the heads that this process sent with `packed`. The stored one may be any of them."""
+    """Digests of the heads that this process sent with `packed`. Any of these heads may be the stored one."""
     busy_from_s: float | None = None
     """The time at which work for the entry began."""
     began_s: float | None = None
     """The time at which this replica began to wait for the seal."""
     grace_from_s: float | None = None
-    """The time from which the grace counts. None: no expected process is known to wait."""
+    """The time at which the grace begins. None: no expected process is known to wait."""
     overwritten: set[int] = field(default_factory=set)
     """Shards whose mean has overwritten the kept payload. This replica's input must then be read from the store."""
     seen: dict[int, tuple[Contribution, str]] = field(default_factory=dict)
-    """By rank, the heads of contributions and their digests."""
+    """The heads of contributions and their digests, by rank."""
     payloads: dict[int, memoryview] = field(default_factory=dict)
-    """By rank, the payloads of small contributions."""
+    """The payloads of small contributions, by rank."""
     misread: dict[int, int] = field(default_factory=dict)
-    """By rank, the number of wrong readings of its contribution."""
+    """The number of wrong readings of each rank's contribution."""
     means: dict[int, memoryview] = field(default_factory=dict)
-    """By shard, the parts of the mean that were read."""
+    """The parts of the mean that were read, by shard."""
     left_out: set[int] = field(default_factory=set)
-    """Ranks whose input could not be used, as the shards of the mean name them."""
+    """Ranks whose input could not be used, according to the shards of the mean."""
     reloaded: bool = False
     """True if this replica was outvoted in this entry, and has taken the state from the log again."""
     blocked: str | None = None
@@ -414,7 +420,7 @@ class EntryState:
 
     @classmethod
     def begin(cls, context: Context, index: int) -> EntryState:
-        """Return the state of an entry of which nothing is known yet.
+        """Return the state of an entry about which this replica knows nothing yet.
 
         Args:
             context: the services of the rendezvous.
@@ -429,7 +435,7 @@ class EntryState:
 
     @property
     def unreadable_ranks(self) -> set[int]:
-        """Ranks whose contributions exist and count as damaged, whatever a later reading shows."""
+        """Ranks whose contributions exist but count as damaged for good."""
         return {rank for rank, tries in self.misread.items() if tries >= READ_TRIES}
 
 
@@ -462,7 +468,7 @@ class RoundReport:
         move_s: Time for packing, sending and reading.
         reduce_s: Time for computing this replica's shard of the mean.
         step_s: Time for the outer step.
-        train_s: Time for training since the round before.
+        train_s: Time for training since the previous round.
         norm: Euclidean norm of this replica's pseudo-gradient. None: this replica sent no work.
         mean_norm: Euclidean norm of the mean. None: no replica sent any work.
         ended: Time of the outer step, by the clock `time.monotonic` of this process.

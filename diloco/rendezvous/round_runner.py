@@ -1,8 +1,8 @@
 """Runs the rounds of one replica: sends held work, helps to decide the round, and applies the mean to the anchor.
 
-An entry goes through four stages: contribution, seal, mean and outer step. The runner is level-triggered: it looks
-which objects exist, makes the next one that is missing, and waits. Each of these actions may be repeated safely. So the
-runner may die between any two calls of the store, and a second copy of it may run at the same time.
+An entry goes through four stages: contribution, seal, mean and outer step. The runner reacts to states and not to
+events: it looks which objects exist, makes the next missing one, and waits. Each of these actions may be repeated
+safely. So the runner may die between any two calls of the store, and a second copy of it may run at the same time.
 
 The runner owns the anchor, the outer state, the position in the log, and every call of the store. It may run in a
 thread of its own while training continues (`training_side.py` hands it jobs). It reads no live parameter except held
@@ -29,7 +29,9 @@ from diloco.rendezvous.snapshot import SnapshotWriter
 from diloco.rendezvous.training_state import ApplyStats, Verdict
 
 LOOK_S, ANSWERS_PER_LOOK = 1.0, 40
-"""Out of phase, a replica looks for the seal every 40 answer times of the store, and at least once a second."""
+"""A replica out of phase looks for the seal at intervals of 40 times the store's answer time, and at least once a
+second.
+"""
 
 
 class RoundRunner:
@@ -54,7 +56,7 @@ class RoundRunner:
         self._training = context.training
         self._phase = context.phase
         self._merge_ready = merge_ready
-        # The parts of the rendezvous, each made with those before it.
+        # The parts of the rendezvous. Each part gets the earlier ones as arguments.
         self.seals = SealLog(context)
         self.reducer = Reducer(context)
         self.sealer = Sealer(context, self.seals)
@@ -66,7 +68,7 @@ class RoundRunner:
         self.entry: EntryState | None = None
         """The state of the open entry. It may belong to an earlier entry; `current` returns the right one."""
         self.known_open_entry = -1
-        """An entry that was just seen to have no seal."""
+        """The entry that had no seal at the last look."""
         self.n_results = 0
         """The number of results so far."""
         self._waited_s = 0.0
@@ -105,8 +107,8 @@ class RoundRunner:
 
         Args:
             pending: the held work, unless it was sent before.
-            n_merged: the number of results that the training thread had merged when it handed the job over. Out of
-                phase, a newer result may be ready by now: then nothing is done, because that result is merged first.
+            n_merged: the number of results that the training thread had merged when it queued the job. If a replica out
+                of phase has a newer result by now, the job does nothing, because that result must be merged first.
         """
         if n_merged is not None and n_merged != self.n_results:
             return
@@ -133,7 +135,7 @@ class RoundRunner:
     # -- jobs out of phase -------------------------------------------------------------------------------------------
 
     def contribute_early(self, pending: PendingWork) -> None:
-        """Send the work of an unfinished phase to the open entry, and look for its seal from then on.
+        """Send the work of an unfinished phase to the open entry. From then on, look for the seal of that entry.
 
         Args:
             pending: the held work.
@@ -146,9 +148,10 @@ class RoundRunner:
         """Apply every entry that is sealed already, without waiting for others; return True if there is a result.
 
         Args:
-            has_met: True if all inner steps of the phase are made, as when a replica begins.
-            n_merged: the number of results that the training thread had merged when it handed the job over. If a newer
-                result is ready by now, nothing is done. None: apply in any case.
+            has_met: True if all inner steps of the phase are made. A replica that begins has none to make, so it passes
+                True.
+            n_merged: the number of results that the training thread had merged when it queued the job. If there is a
+                newer result by now, the job does nothing. None: apply in any case.
         """
         if n_merged is not None and n_merged != self.n_results:
             return False
@@ -173,7 +176,7 @@ class RoundRunner:
             return self.catch_up()
         self.poll.note(found.began_s, found.at_step)
         self._members.check_abort()
-        # Either this replica is in phase again, or it did not send its work because a seal only seemed to exist.
+        # Either this replica is in phase again, or it did not send its work because it misread damaged bytes as a seal.
         if not found.is_behind or not entry.published:
             self._prepare_result([], 0, is_out_of_phase=found.is_behind)
             return True
@@ -214,7 +217,8 @@ class RoundRunner:
                 sealing = self.sealer.try_seal(entry, self.reducer.takeover_after_s)
                 if sealing is SealingResult.OUTVOTED:
                     self.replayer.reload()
-                if sealing is not SealingResult.OPEN:  # another replica's seal may have been first, so it is read
+                # another replica may have created the seal first, so read the stored one
+                if sealing is not SealingResult.OPEN:
                     seal = self.seals.seal(entry.index)
             if seal is not None and self.position == entry.index:
                 # A small mean is in the seal. The parts of a large one are collected.
@@ -245,13 +249,13 @@ class RoundRunner:
                 awaited += [self._keys.contribution(entry.index, 0)] if entry.looks else []
             context.wait(pause_s, [watch_prefix(key) for key in awaited])
             entry.wait_s += clock() - paused
-        # If an error ends the wait instead, the standstill stays: the outcome of the attempt then names it.
+        # If an error ends the wait, the report of the standstill stays, so that the outcome of the attempt names it.
         if context.standstill.found is not None:
             context.standstill.end()
         return found
 
     def _check_anchor(self, entry: EntryState, seal: Seal) -> None:
-        """Take the state from the log if the anchor differs from the anchor that a seal names."""
+        """Load the state from the log if the anchor differs from the anchor that a seal names."""
         if self._training.digest(entry.fragment) == seal.anchor:
             self.replayer.n_diverged = 0
         else:
@@ -267,7 +271,7 @@ class RoundRunner:
     def _apply(self, entry: EntryState, seal: Seal, mean: Sequence[memoryview]) -> RoundReport:
         """Step the anchor by the mean of the open entry, and move on to the next entry."""
         context = self._context
-        if seal.stops:  # this changes the plan, and the outer step of a last round is a plain average
+        if seal.stops:  # this call may end the plan here, and the outer step of a last round is a plain average
             apply_sealed_end(seal, entry.index, context.plan, self._store, self._keys, context.proof)
         verdict, is_partly = self.account.verdict(entry, seal)
         began = context.clock()
@@ -282,15 +286,15 @@ class RoundRunner:
         if entry.published:
             self._store.remove(self._keys.contribution(entry.index, self._me.rank))
         self._check_next_seal(entry)
-        # The next contribution reports how far apart replicas arrive. So the wait counts only after a common phase, and
-        # without a known head start.
+        # The next contribution reports how far apart replicas arrive. So the wait counts only after a phase that all
+        # replicas began together, and minus a known head start.
         self._waited_s = 0.0 if self._phase.is_out_of_phase else max(0.0, entry.wait_s - self._phase.head_start_s)
         if not self._phase.is_out_of_phase:
             self.sealer.learn(entry, self._waited_s)
         return self._report(entry, seal, verdict, applied, (began, ended))
 
     def _check_next_seal(self, entry: EntryState) -> None:
-        """Take the state from the log again if the fragment's next seal names another anchor than this replica has."""
+        """Load the state from the log again if the fragment's next seal names a different anchor."""
         following = entry.index + len(self._context.layouts)
         seal = self.seals.seal(following)
         if seal is None and not self.seals.misread(following):
@@ -394,14 +398,14 @@ class SealLook:
     at_step: int
     """The number of steps that this process had made then."""
     asked_s: float
-    """The time at which the answer was asked for last."""
+    """The time at which the store was last asked."""
     is_sealed: bool
     is_behind: bool
     """True if this replica is out of phase."""
 
 
 class SealPoll:
-    """The looks of a replica out of phase for the seal of the open entry, at most one at a time.
+    """Looks for the seal of the open entry while a replica is out of phase. At most one look runs at a time.
 
     Args:
         context: the services of the rendezvous.
@@ -418,7 +422,7 @@ class SealPoll:
         self._context = context
         self._phase = context.phase
         self._asked: tuple[float, int, Future[tuple[bool, bool]]] | None = None
-        """The look that is under way: when it began, at which step, and the answer."""
+        """The look that is running: its time, the step at which it began, and its answer."""
 
     @property
     def pause_s(self) -> float:
@@ -431,15 +435,16 @@ class SealPoll:
         self.is_on = True
 
     def stop(self) -> None:
-        """Stop looking, and forget the look that is under way."""
+        """Stop looking, and forget the look that is running."""
         self.is_on, self._asked = False, None
 
     def note(self, at_s: float, at_step: int) -> None:
-        """Note that the open entry had no seal at a time and at a step."""
+        """Record the time and the step at which the open entry had no seal."""
         self._phase.note_unsealed(at_s, at_step, in_background=self._context.in_background)
 
     def ask(self, question: Callable[[], tuple[bool, bool]]) -> SealLook | None:
-        """Begin a look if it is time to, and return what it has found. None: it is not time, or there is no answer yet.
+        """Begin a look if one is due, and return the answer of the last look. None: no look is due, or there is no
+        answer yet.
 
         Args:
             question: asks the store whether the entry is sealed, and whether this replica is out of phase.

@@ -25,19 +25,19 @@ from executors.errors import CorruptObjectError
 from executors.store.standstill import Standstill, describe_standstill
 
 LOOKS_PER_FRONTIER = 8
-"""The number of looks for contributions from one look for joiners to the next. A claim may become visible late."""
+"""After this number of looks for contributions, look for joiners again, because a claim may become visible late."""
 GRACE_SPREADS, LEAST_GRACE, LEARNING_ROUNDS = 4.0, 0.25, 3
 """The grace is four times the usual spread of arrivals, and at least a quarter of `grace_s`.
 
 In the first rounds the spread is not known yet, so the grace is all of `grace_s`.
 """
 LEAST_GRACE_PHASES, GRACE_PHASES = 0.1, 0.05
-"""The grace is at least a twentieth of a phase: phases of half an hour that differ by 1 % end up to 18 s apart.
+"""The grace is at least a twentieth of a phase, because long phases differ more: 1 % of half an hour is 18 s.
 
-A grace that follows from the spread is at least a tenth of a phase, if `grace_s` allows that.
+A grace that is computed from the spread of arrivals is at least a tenth of a phase, but not more than `grace_s`.
 """
 ANSWERS_PER_LOOK = 20
-"""A replica sees a seal after a pause of up to a quarter of `grace_s` and about this number of requests."""
+"""A replica reads a new seal after a pause of up to a quarter of `grace_s`, and after about this number of requests."""
 
 
 class SealLog:
@@ -84,11 +84,11 @@ class SealLog:
         return self.seal(entry) is not None or self.misread(entry) > 0
 
     def misread(self, entry: int) -> int:
-        """Return the number of wrong readings of the seal."""
+        """Return the number of wrong readings of an entry's seal."""
         return self._context.store.count_misreads(self._context.keys.seal(entry))
 
     def is_damaged(self, entry: int) -> bool:
-        """Return True if the stored seal counts as damaged, whatever a later reading shows."""
+        """Return True if the stored seal counts as damaged for good."""
         return self.misread(entry) >= READ_TRIES
 
     def read_seal_or_none(self, entry: int) -> Seal | None:
@@ -104,7 +104,7 @@ class SealLog:
         return seal
 
     def verdict(self, seal: Seal) -> Verdict:
-        """Return what a seal decides about the work of this process.
+        """Return the decision of a seal about the work of this process.
 
         KEPT: the seal does not name this rank, or names this process without weight. DROPPED: it names another process
         of this rank.
@@ -116,7 +116,8 @@ class SealLog:
         return Verdict.COUNTED if member.nonce == me.nonce else Verdict.DROPPED
 
     def verdicts(self, first: int, end: int) -> list[Verdict | None]:
-        """Return by fragment what passed entries decided about the work of this process. None: no entry was passed.
+        """Return the decision of passed entries about this process's work, by fragment. None: no entry of it was
+        passed.
 
         Args:
             first: the first of the passed entries.
@@ -126,7 +127,7 @@ class SealLog:
         verdicts: list[Verdict | None] = [None] * n_fragments
         for entry in range(first, end):
             seal = self.read_seal_or_none(entry)
-            # An unreadable seal may have counted the work. Dropping it is safe, and sending it again is not.
+            # An unreadable seal may have counted the work. So it is dropped: to send it again could count it twice.
             verdict = Verdict.DROPPED if seal is None else self.verdict(seal)
             if verdict is not Verdict.KEPT or verdicts[entry % n_fragments] is None:
                 verdicts[entry % n_fragments] = verdict
@@ -141,7 +142,7 @@ class SealingResult(Enum):
     TRIED = "tried"
     """A seal was written, by this replica or by another one. Read it to know which."""
     OUTVOTED = "outvoted"
-    """Another anchor is at least as frequent among the contributions as the anchor of this replica."""
+    """Among the contributions, another anchor is at least as frequent as the anchor of this replica."""
 
 
 class Sealer:
@@ -171,7 +172,8 @@ class Sealer:
 
         Args:
             entry: the open entry.
-            takeover_after_s: seconds until this replica looks for contributions, although it is the turn of another.
+            takeover_after_s: seconds after which this replica looks for contributions although it is another replica's
+                turn.
 
         Returns:
             `SealingResult.OUTVOTED` at most once for an entry: the caller then takes the state from the log again.
@@ -202,7 +204,7 @@ class Sealer:
         is_over = self._is_over(entry, good, now, grace_factor=2 if theirs > ours else 1)
         is_enough = self._is_enough(expected, good, is_over=is_over)
         if not is_enough and is_over:
-            # Without the unreadable contributions there is no decision. Perhaps only the readings were wrong.
+            # Too few contributions are readable to decide. Perhaps only the readings were wrong, so wait.
             entry.misread.clear()
         if not is_enough or not (expected <= good.keys() or is_over):
             return SealingResult.OPEN
@@ -212,14 +214,14 @@ class Sealer:
         """Return True if the wait for missing replicas has ended.
 
         The grace begins when an expected process is known to wait: this process, or a process whose contribution was
-        found. If that process reports a head start, the grace begins later by that time. As long as no expected process
+        found. If that process reports a head start, the grace begins that much later. As long as no expected process
         waits, all of them may still be in the middle of a phase.
 
         Args:
             entry: the open entry.
-            good: by rank, the contributions that can count.
+            good: the contributions that can count, by rank.
             now: the time.
-            grace_factor: the grace is multiplied by it.
+            grace_factor: a factor by which the grace is multiplied.
         """
         starts = [] if entry.grace_from_s is None else [entry.grace_from_s]
         if self._members.names_me and entry.began_s is not None:
@@ -243,7 +245,7 @@ class Sealer:
 
         Args:
             expected: the ranks that should contribute and have not left.
-            good: by rank, the contributions that can count.
+            good: the contributions that can count, by rank.
             is_over: True if the wait for missing replicas has ended.
         """
         present = expected | good.keys()
@@ -260,7 +262,7 @@ class Sealer:
 
         The expected processes may be in the middle of a phase, and a replica that contributes early must not decide
         alone. The length of a phase comes from the newest seal. It counts for at most half of `round_timeout_s`, unless
-        a phase of this replica takes as long.
+        a phase of this replica takes that long, too.
         """
         most_s = 2 * self._phase_s + self._most_grace_s
         if not self._phase.has_trained:
@@ -274,7 +276,8 @@ class Sealer:
     def look_at_contribution(self, entry: EntryState, rank: int) -> bool:
         """Read a contribution into the state of an entry, and return True if it exists.
 
-        A large contribution is read as its head alone. A small one is read whole, unless this process has sent it.
+        Only the head of a large contribution is read. A small contribution is read whole, unless this process has sent
+        it.
 
         Args:
             entry: the entry.
@@ -309,7 +312,7 @@ class Sealer:
     def _is_my_turn(self, entry: EntryState) -> bool:
         """Return True if this replica is the first live one in the entry's hash order of the named processes.
 
-        The first call does not ask which processes live, because usually all do.
+        The first call does not ask the store which processes have left, because usually none has.
         """
         for rank in hash_order(self._members.expected, "seal", entry.index):
             if rank == self._me.rank and self._members.names_me:
@@ -395,7 +398,7 @@ class Sealer:
         return describe_standstill(found, self._store.store.url, has_ended=True)
 
     def learn(self, entry: EntryState, waited_s: float) -> None:
-        """Learn from a round how far apart replicas usually arrive.
+        """Update the usual spread of arrivals after a round.
 
         Args:
             entry: the entry that was applied.
@@ -406,7 +409,10 @@ class Sealer:
 
     @property
     def _phase_s(self) -> float:
-        """Seconds that a phase takes, from the newest seal. Before the first seal, from this replica."""
+        """Seconds that a phase takes, according to the newest seal.
+
+        Before the first seal, the phase of this replica.
+        """
         return self._phase.phase_s if self._members.seal is None else self._members.seal.phase_s
 
     @property
@@ -426,7 +432,10 @@ class Sealer:
         return min(most_s, max(GRACE_SPREADS * max(self._spread_s, _spread_seen(entry)), least_s))
 
     def _seal_with(self, entry: EntryState, good: set[int], anchor: str) -> bool:
-        """Create the seal with these ranks. Return False if one of them turned out to be bad: decide again."""
+        """Create the seal with these ranks.
+
+        Return False if a contribution turned out to be bad, so that the caller decides again.
+        """
         mean: memoryview | None = None
         if entry.layout.is_small:
             mean = self._small_mean(entry, good)
@@ -449,7 +458,7 @@ class Sealer:
         return True
 
     def _small_mean(self, entry: EntryState, good: set[int]) -> memoryview | None:
-        """Return the mean of whole contributions. None: one of them turned out to be bad, and was marked as such."""
+        """Return the mean of small contributions. None: one of them is bad, and is now marked as bad."""
         began, heads = self._context.clock(), {rank: entry.seen[rank][0] for rank in sorted(good)}
         inputs = [
             ShardInput(rank, head.weight, entry.payloads[rank], head.blocks)
@@ -475,7 +484,7 @@ def groups_of_same_work(heads: Mapping[int, Contribution]) -> tuple[tuple[int, .
     """Return groups of ranks that sent equal work. Work of zeros, as from a frozen model, is not compared.
 
     Args:
-        heads: by rank, the heads of the contributions.
+        heads: the heads of the contributions, by rank.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, head in sorted(heads.items()):
@@ -485,7 +494,7 @@ def groups_of_same_work(heads: Mapping[int, Contribution]) -> tuple[tuple[int, .
 
 
 def _spread_seen(entry: EntryState) -> float:
-    """Return the longest wait, in seconds, that a seen contribution reports for the last round of its sender."""
+    """Return the longest wait, in seconds, that the contributions report for their senders' last round."""
     return max((head.waited_s for head, _ in entry.seen.values()), default=0.0)
 
 

@@ -36,7 +36,7 @@ DTYPES = {
     "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8,
 }  # fmt: skip
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
-_NONCE = re.compile(r"\w[\w.-]{0,63}", re.ASCII)  # becomes a segment of keys
+_NONCE = re.compile(r"\w[\w.-]{0,63}", re.ASCII)  # the nonce becomes a segment of keys
 _OWN = re.compile(r"(\d+)/(\d{1,15})/(\d{1,15})/[^/]+$")
 """The keys of the states that ranks keep for their next attempts. A replica writes no other key below that prefix."""
 
@@ -91,7 +91,8 @@ class SnapshotPointer:
                 tuple(shape)
             if not all(isinstance(mark, float) for mark in typed(dict, agreement.get("frozen", {})).values()):
                 raise TypeError("frozen")
-            given = typed(dict, agreement.get("given", {}))  # shown in errors, beside what this replica was given
+            # errors show the agreement beside the arguments of this replica
+            given = typed(dict, agreement.get("given", {}))
             if not all(isinstance(value, str | int | float | None) for value in given.values()):
                 raise TypeError("given")
             parts, state = (tuple(typed(str, digest) for digest in typed(list, fields[k])) for k in ("parts", "state"))
@@ -234,7 +235,7 @@ class StateCopy:
 
 
 class SnapshotWriter:
-    """Writes those snapshots for which it is the turn of this replica.
+    """Writes a snapshot when it is the turn of this replica.
 
     Args:
         context: the services of the rendezvous.
@@ -316,7 +317,7 @@ class SnapshotWriter:
 def collect_garbage(store: RetryingStore, keys: Keys, newest: int, snapshot_every: int, proof: Proof) -> None:
     """Delete the contributions, means and snapshots before the second newest snapshot.
 
-    A replica that is still before that point finds them missing, and loads a newer snapshot. Seals and pointers are
+    A replica that has not yet reached that point finds them missing, and loads a newer snapshot. Seals and pointers are
     never deleted, because they are decisions.
 
     Args:
@@ -347,7 +348,7 @@ def collect_garbage(store: RetryingStore, keys: Keys, newest: int, snapshot_ever
     ]
     newest_before = max((entry for entry in rests if entry <= horizon), default=0)
     for entry in rests:
-        if 0 < entry < newest_before:  # copy 0 has the frozen parameters, which no later copy repeats
+        if 0 < entry < newest_before:  # copy 0 has the frozen parameters, and later copies do not repeat them
             store.remove(keys.unshared(entry))
     _collect_own(store, keys, horizon)
 
@@ -362,7 +363,10 @@ def _pointer(store: RetryingStore, keys: Keys, entry: int, proof: Proof) -> Snap
 
 
 def _collect_own(store: RetryingStore, keys: Keys, horizon: int) -> None:
-    """Delete the ranks' own states before the horizon, except the newest of each rank, which may come back late."""
+    """Delete the states that ranks saved before the horizon.
+
+    The newest state of each rank stays, because the rank may start again late.
+    """
     prefix = keys.own_state()
     kept: dict[str, dict[tuple[int, int], list[str]]] = {}
     for key in store.list_keys(prefix):

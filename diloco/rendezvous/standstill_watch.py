@@ -18,7 +18,7 @@ from executors.store.standstill import Standstill, describe_standstill
 log = logging.getLogger(__name__)
 
 STANDS_AFTER_S = 5.0
-"""The wait in seconds before a report. With a shorter `grace_s` the report comes after that time."""
+"""The wait in seconds before a report, or `grace_s` if that is shorter."""
 LOOK_S = 1.0
 """The seconds between two checks whether the object still exists. Each check costs a request."""
 
@@ -67,8 +67,8 @@ class StandstillWatch:
 
         Args:
             entry: the entry of the round in the log.
-            began_s: the time at which the wait began, by the clock.
-            good: by rank, the contributions that are proven.
+            began_s: the time at which the wait began, by the argument `clock`.
+            good: the contributions that are proven, by rank.
             blocked: the key of an object that the mean needs and that could not be read. None: there is none.
         """
         self._look(entry + 1, began_s, lambda: self._objects_of(entry, good, blocked))
@@ -77,7 +77,7 @@ class StandstillWatch:
         """Look whether a forged pointer of the first snapshot blocks the beginning of the training.
 
         Args:
-            began_s: the time at which the wait began, by the clock.
+            began_s: the time at which the wait began, by the argument `clock`.
         """
         self._look(0, began_s, lambda: [self._keys.snapshot(0)])
 
@@ -105,12 +105,12 @@ class StandstillWatch:
             log.warning("rank %s: %s", self._me.rank, describe_standstill(found, self._store.store.url))
 
     def _objects_of(self, entry: int, good: Mapping[int, Contribution], blocked: str | None) -> list[str]:
-        """Return the keys of objects that are not proven, if the round waits only for these."""
+        """Return the keys of objects that are not proven. Empty if the round also waits for something else."""
         keys, expected = self._keys, self._members.expected
         found = [key for key in (keys.seal(entry), blocked) if key is not None and self._is_bad(key)]
         ranks = [rank for rank in sorted({*expected, self._me.rank}) if rank not in good]
         bad = {rank: key for rank in ranks if self._is_bad(key := keys.contribution(entry, rank))}
-        # If the round also waits for a replica that is merely late, it does not wait for the user yet.
+        # If the round also waits for a late replica, the user need not act yet.
         if bad and self._members.still_expected(good) <= good.keys() | bad.keys():
             found += bad.values()
         return list(dict.fromkeys(found))

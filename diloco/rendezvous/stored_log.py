@@ -83,17 +83,20 @@ class UnsharedEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredAgreement:
-    """The part of the replicas' agreement that a reader of the log needs, with checked types.
+    """The fields of the replicas' agreement that a reader of the log needs, with checked types.
 
     Example:
         StoredAgreement.parse(pointer.agreement).plan()
     """
 
     tensors: dict[str, tuple[tuple[int, ...], str, int]]
-    """By name: the shape, the live model's dtype, and the fragment."""
+    """For each tensor, by name: its shape, its dtype in the live model, and its fragment."""
     n_fragments: int
     stepped: tuple[int, ...]
-    """By fragment, the number of elements that the outer optimizer steps. The other elements are averaged buffers."""
+    """For each fragment, the number of elements that the outer optimizer steps.
+
+    The other elements are averaged buffers.
+    """
     wire: str
     """The encoding of contributions."""
     mean_wire: str
@@ -105,7 +108,10 @@ class StoredAgreement:
     inner_steps: int | None
     """None: the run has rounds by the clock."""
     total_steps: int | None
-    """The total with which the run began, in steps, or by the clock in rounds of a fragment. None: it had no total."""
+    """The total with which the run began: steps, or rounds of a fragment if rounds go by the clock.
+
+    None: it had no total.
+    """
     outer_optimizer: str | None
     """The name of the user's own outer optimizer. None: the run has the built-in one."""
     unshared: dict[str, UnsharedEntry] = field(default_factory=dict)
@@ -257,7 +263,7 @@ class StoredRoundLog:
         return 0 if self.start is None else self.start.first
 
     def snapshots(self) -> list[int]:
-        """Return the entries of all snapshots according to a list of keys, the newest first."""
+        """Return the entries of all snapshots that a listing of the store contains, the newest first."""
         return sorted({self.first, *self._entries_below(self._keys.snapshots()) - {0}}, reverse=True)
 
     def load(self, entry: int) -> tuple[SnapshotPointer, dict[str, Array]] | None:
@@ -290,7 +296,7 @@ class StoredRoundLog:
         return self._store.peek(self._keys.seal(entry), size=0) is not None
 
     def round(self, entry: int) -> tuple[Seal, list[memoryview]] | None:
-        """Return the seal of an entry, and its mean as consecutive ranges. None: it is incomplete, or was deleted.
+        """Return the seal of an entry, and its mean as consecutive ranges. None: the mean is incomplete or was deleted.
 
         Args:
             entry: the entry.
@@ -319,7 +325,8 @@ class StoredRoundLog:
         return sorted(self._entries_below(self._keys.all_unshared()), reverse=True)
 
     def read_unshared(self, entry: int) -> UnsharedTensors | None:
-        """Return the unshared tensors that a replica stored after a number of rounds. None: deleted or damaged.
+        """Return the unshared tensors that a replica stored after a number of rounds. None: they were deleted or are
+        damaged.
 
         Args:
             entry: the number of rounds.
@@ -334,7 +341,7 @@ class StoredRoundLog:
         return None
 
     def _entries_below(self, prefix: str) -> set[int]:
-        """Return the entries for which there is a key with a prefix."""
+        """Return the entry numbers of all keys with a prefix."""
         names = (key.removeprefix(prefix) for key in self._store.list_keys(prefix))
         return {int(name) for name in names if re.fullmatch(r"\d{1,15}", name, re.ASCII)}
 
@@ -386,7 +393,7 @@ class UnsharedTensors:
     """The rank of the replica."""
     arrays: Arrays
     dtypes: dict[str, str]
-    """By name, the torch dtype of each array whose dtype numpy does not have. The array has its bits."""
+    """The torch dtype, by name, of each array whose dtype numpy does not have. The array holds the same bits."""
 
     def data(self, key: str, proof: Proof) -> list[Buffer]:
         """Return the object as buffers for the store: a frame, and a safetensors file after it.

@@ -1,13 +1,13 @@
-"""The side of the training thread: it counts steps, hands work to the round runner, and merges the results.
+"""The training thread's part of the rendezvous: it counts steps, hands work to the round runner, and merges results.
 
 One log serves all fragments: entry k = 0, 1, 2, … belongs to fragment k % P. Entries are applied in order, so one
-integer is the whole position of a replica. In phase, a replica meets the others when its steps are made. Out of phase,
-it contributes early, continues to train, and looks for the seal.
+integer is the whole position of a replica. In phase, a replica waits for the others when its steps are made. Out of
+phase, it contributes early, continues to train, and looks for the seal.
 
 This side owns the live parameters and calls no store. It copies the work to send, hands it to the round runner
 (`round_runner.py`), and merges the result. A `Scheduler` decides in which thread the runner works: `Inline` runs each
-job at once, and `diloco.round_thread.RoundThread` runs the jobs while training continues. All of it is plain blocking
-code, so the tests run both sides under a simulated scheduler.
+job at once, and `diloco.round_thread.RoundThread` runs the jobs while training continues. Both sides are plain blocking
+code, so the tests run them under a simulated scheduler.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Scheduler(Protocol):
     """Runs the jobs of the round runner. The training thread calls all methods except `pause` and `notify`."""
 
     wait: Wait
-    """The function that a pause waits with."""
+    """The function that waits during a pause."""
 
     in_background: bool
     """True if training continues while a job runs."""
@@ -53,7 +53,7 @@ class Scheduler(Protocol):
         """
 
     def check(self) -> bool:
-        """Return True if no job has failed. Raise the first error of a job once, and return False after that."""
+        """Return True if no job has failed. If one has, raise its error the first time, and return False after that."""
 
     def until(self, done: Callable[[], bool]) -> None:
         """Wait until a condition is true. Raise the first error of a job.
@@ -74,14 +74,14 @@ class Scheduler(Protocol):
         """
 
     def leave(self) -> None:
-        """End the running job within one call of the store and one pause. A second call does nothing."""
+        """Let the running job end at its next pause or call of the store. A second call does nothing."""
 
 
 class Inline:
     """Runs each job at once, in the thread that submits it.
 
     Args:
-        wait: the function that a pause waits with.
+        wait: the function that waits during a pause.
 
     Example:
         TrainingSide(context, Inline(watch.wait))
@@ -94,21 +94,21 @@ class Inline:
         self.submit: Callable[[RoundJob], object] = operator.call
 
     def begin(self, idle: Callable[[], bool]) -> None:
-        """Do nothing: no time is left between two jobs."""
+        """Do nothing, because there is no thread that could be idle between two jobs."""
 
     def check(self) -> bool:
-        """Return True: the error of a job was raised by `submit`."""
+        """Return True, because `submit` has already raised the error of a failed job."""
         return True
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Return at once: every job is done."""
+        """Return at once, because every job is done."""
         assert done()
 
     def notify(self) -> None:
-        """Do nothing: no other thread waits."""
+        """Do nothing, because no other thread waits."""
 
     def leave(self) -> None:
-        """Do nothing: no job is running."""
+        """Do nothing, because no job is running."""
 
 
 class TrainingSide:
@@ -127,7 +127,7 @@ class TrainingSide:
     def __init__(self, context: Context, scheduler: Scheduler) -> None:
         self.phase = context.phase
         self.position = 0
-        """The next entry to merge, which is the number of merged entries."""
+        """The next entry to merge."""
         self.is_out_of_phase = False
         """True if this replica is out of phase, as of the last merged result."""
         self.runner = RoundRunner(context, self.merge_ready)
@@ -151,7 +151,7 @@ class TrainingSide:
     # -- beginning and leaving ---------------------------------------------------------------------------------------
 
     def start(self, restored: RestoredWork | None = None) -> None:
-        """Take the state from the log, or agree on the first anchor, and catch up.
+        """Load the state from the log, or agree on the first anchor, and catch up.
 
         Args:
             restored: the work of an earlier attempt of this rank. Work that no seal has counted since is kept. None:
@@ -200,7 +200,8 @@ class TrainingSide:
         )
         if may_be_sent and self.run_in_round_thread(self.runner.has_predecessor):
             # An earlier attempt has sent a contribution, which may still count. So this attempt sends none, and holds
-            # its work as if it had. The runner has no job now, so its entry may be changed here.
+            # its work as if it had sent it. The runner has no job at this time, so this thread may change the runner's
+            # entry.
             self.runner.current().pending = self._hold(is_early=True)
         self.phase.start_training_clock()
 
@@ -216,7 +217,7 @@ class TrainingSide:
                 self._finish()
             reports = self.stop()
             if in_order:
-                self._scheduler.check()  # an error may have followed the last result
+                self._scheduler.check()  # a job may have failed after the last result
             return reports
         finally:
             self.say_bye()
@@ -264,7 +265,8 @@ class TrainingSide:
         if self.is_out_of_phase and not phase.is_at_the_end and not in_background and self.runner.look():
             reports += self.deliver()
         if not self.is_out_of_phase:
-            # With overlap_steps="auto" the next round but one bounds the overlap, except before a last round.
+            # With overlap_steps="auto", training may continue until the round after the next one is due, except before
+            # a last round.
             is_auto = plan.overlap_steps is None
             has_room = is_auto and not plan.is_final(self.position)
             is_due = self._is_awaited and phase.is_next_due if has_room else phase.is_due
@@ -273,12 +275,12 @@ class TrainingSide:
             if is_auto or not is_due:
                 reports += self._send_if_due()
         while phase.is_at_the_end and not plan.is_over(self.position):
-            reports += self._meet()  # all planned steps are made, so the rest of the plan has no steps
+            reports += self._meet()  # all planned steps are made, and only rounds without steps are left
         phase.start_training_clock()
         return reports
 
     def _send_if_due(self) -> list[RoundReport]:
-        """Send work before its round is due, if it is time to do so. Return the reports of merged entries."""
+        """Send work if the time to send it has come, before its round is due. Return the reports of merged entries."""
         is_auto = self._plan.overlap_steps is None
         has_sent = self._is_awaited or self.is_out_of_phase if is_auto else self._pending is not None
         if has_sent or not self.phase.is_time_to_send(self.position):
@@ -300,7 +302,8 @@ class TrainingSide:
         plan, step, before = self._plan, self.phase.run_step, self.position
         for _ in range(self._n_fragments):
             reports += self._meet()
-        missed = max(0, self.position - before - self._n_fragments)  # rounds of the others without this replica
+        # first apply the rounds that the others ran without this replica
+        missed = max(0, self.position - before - self._n_fragments)
         step += missed * plan.steps_per_entry
         if plan.entry_s is not None:
             step = plan.step_before(self.position)
@@ -325,7 +328,7 @@ class TrainingSide:
     # -- between the threads -----------------------------------------------------------------------------------------
 
     def run_in_round_thread(self, act: Callable[[], T]) -> T:
-        """Run a function after all queued jobs, while the training thread waits, and return what it returns.
+        """Run a function after all queued jobs, while the training thread waits. Return the function's result.
 
         Args:
             act: the function.
@@ -355,7 +358,7 @@ class TrainingSide:
         reports: list[RoundReport] = []
         is_done = False
 
-        def act_at_rest() -> None:  # out of phase, the runner may have found another seal since the last merge
+        def act_at_rest() -> None:  # a runner out of phase may have found another seal since the last merge
             nonlocal is_done
             if not self._has_result():
                 act()
@@ -373,7 +376,7 @@ class TrainingSide:
         return self._merge()
 
     def merge_ready(self, result: RoundResult) -> None:
-        """Take a result from the runner. The runner changes nothing more until the result is merged.
+        """Receive a result from the runner. The runner then changes nothing until the result is merged.
 
         Args:
             result: the result.
@@ -398,12 +401,13 @@ class TrainingSide:
             reports += self._merge(0.0 if contributed else late_s)
             in_background, is_last = self._scheduler.in_background, contributed == EARLY_CONTRIBUTIONS
             if self._plan.is_over(self.position) or not self.is_out_of_phase or (is_last and not in_background):
-                break  # without a round thread, the next step looks again
+                break  # without a round thread, the next call of `step` looks again
             pending = self._pending or self._hold(is_early=True)
             self._scheduler.submit(partial(self.runner.contribute_early, pending))
             if in_background and (is_last or not self.phase.has_one_step):
                 break
-            # With phases of one step, the next seal would be made a step later, without this replica.
+            # If a phase has a single step, the others create the next seal before this replica's next step, so
+            # contribute now.
             self.run_in_round_thread(lambda: None)
         return reports
 
@@ -413,7 +417,7 @@ class TrainingSide:
         Args:
             is_early: True if the phase is not over. The weight then follows from the steps that were made.
         """
-        self._scheduler.check()  # a failed runner never returns the memory of held work, so hold no more
+        self._scheduler.check()  # a failed runner never gives the memory of held work back, so hold no more work
         pending = self.scale.weigh(self.position, is_early=is_early)
         self._training.hold(self.position % self._n_fragments, is_early=is_early)
         self.phase.note_held()

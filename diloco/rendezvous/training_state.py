@@ -27,7 +27,10 @@ parameter to a fingerprint of its values. `unshared` has the other entries of th
 are settings.
 """
 FROZEN_TOLERANCE = 1e-3
-"""A relative difference. Machines round weights a little differently, and another seed makes a larger difference."""
+"""The relative difference up to which two fingerprints count as equal.
+
+Machines round weights a little differently, but another seed makes a larger difference.
+"""
 
 
 class Verdict(StrEnum):
@@ -38,7 +41,7 @@ class Verdict(StrEnum):
     KEPT = "kept"
     """The seal does not name this rank. The next contribution contains the work."""
     DROPPED = "dropped"
-    """The seal names another process of this rank. Its work may be the same, so this process must not send it again."""
+    """The seal names another process of this rank, which may have sent the same work. So this process drops its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,8 @@ class TrainingState(Protocol):
     mean_wire: Wire
     """The encoding of means."""
     keeps_later_work: bool
-    """True if work that was done after holding is kept when the held work is counted."""
+    """True if steps that were made after the work was held stay in the live parameters when the held work is counted.
+    """
 
     def sizes(self) -> Sequence[int]:
         """Return the number of elements of each fragment."""
@@ -165,7 +169,7 @@ class TrainingState(Protocol):
             mean: the encoded mean in consecutive ranges of whole blocks. Empty: there is no mean, and the anchor stays.
             verdict: the decision of the entry about the work of this replica.
             packed: the encoded work that was sent. None: none was sent.
-            partly: True if the verdict is about the held work alone, so that later work stays.
+            partly: True if the verdict concerns only the held work, so that later work stays.
         """
 
     def replay(self, entry: int, mean: Sequence[memoryview]) -> object:
@@ -183,26 +187,26 @@ class TrainingState(Protocol):
         """Return a copy of the anchors, for `follow`."""
 
     def follow(self, anchors: Any, verdicts: Sequence[Verdict | None], *, partly: int | None) -> None:
-        """Move the live work and the held work from earlier anchors to the present ones, after loading a state.
+        """Move the live work and the held work from earlier anchors to the current ones, after a state was loaded.
 
         Args:
             anchors: the earlier anchors, as `anchors_now` returned them.
-            verdicts: by fragment, the decision of the passed entries about the work. None: no entry was passed. Work
+            verdicts: the decision of the passed entries about each fragment's work. None: no entry was passed. Work
                 that was held for a passed entry is no longer held.
-            partly: the fragment whose verdict is about the held work alone. None: no fragment.
+            partly: the fragment whose verdict concerns only the held work. None: no fragment.
         """
 
     # -- while only one of the two threads works ----------------------------------------------------------------------
 
     def progress(self) -> Any:
-        """Return a copy of all live work, as distances from the anchor."""
+        """Return a copy of all live work: the distances of the live parameters from the anchor."""
 
     def resume(self, progress: Any, verdicts: Sequence[Verdict | None] = ()) -> None:
         """Set the live parameters to the anchor minus the live work of an earlier attempt.
 
         Args:
             progress: the live work, as `progress` returned it. None: there is none.
-            verdicts: by fragment, the decision about that work since then. Only kept work is used.
+            verdicts: the decision about each fragment's work since then. Only work with the verdict KEPT is used.
         """
 
 
@@ -212,7 +216,7 @@ ARGUMENTS = (
 )
 """The arguments of `DiLoCo` that all replicas share, in the order in which an error names them."""
 OUTER = ("outer_lr", "outer_momentum")
-"""If the user gives neither of them, both follow from the length of the plan."""
+"""The outer settings. If the user gives neither of them, both follow from the length of the plan."""
 TOTALS = ("total_steps", "total_rounds")
 NOT_SETTINGS = ("tensors", "frozen", "given", "unshared")
 MAX_SHOWN = 60
@@ -223,8 +227,8 @@ FEW = 0.02
 def check_agreement(mine: Agreement, agreed: Agreement, *, run_id: str, author: int, rank: int) -> None:
     """Refuse to join a run with another model or other settings.
 
-    Settings decide, and arguments explain: the error names the arguments that differ. It names a derived setting only
-    if no argument differs. Arguments may differ if they lead to the same settings.
+    Replicas must have the same settings, but not the same arguments. The error names the arguments that differ. It
+    names a derived setting only if no argument differs.
 
     Args:
         mine: the agreement of this replica.
@@ -250,7 +254,8 @@ def _settings_difference(derived: list[str], mine: Agreement, agreed: Agreement,
     Args:
         derived: the names of the settings that differ.
     """
-    if "begun_at" in derived:  # a trainer subtracts it from its total, so the numbers of steps differ, too
+    # a trainer subtracts the step at which it began from its total, so the numbers of steps differ, too
+    if "begun_at" in derived:
         there, here = (agreement.get("begun_at", 0) for agreement in (agreed, mine))
         return (
             f"the trainer of rank {author} began at step {_shown(there)}, and the trainer of rank {rank} at step "
@@ -258,15 +263,16 @@ def _settings_difference(derived: list[str], mine: Agreement, agreed: Agreement,
         )
     ours, theirs = ({**agreement, **agreement.get("given", {})} for agreement in (mine, agreed))
     if not all(name in one and one[name] is None for one in (ours, theirs) for name in OUTER):
-        # One replica was given outer settings, so the error shows the numbers of both. If none was given any, they
-        # differ because the plans differ, and the error names the plans alone.
+        # If one replica was given outer settings, the error shows the numbers of both replicas. If none was, the
+        # numbers differ only because the plans differ, and the error names the plans alone.
         for shown, of in ((ours, mine), (theirs, agreed)):
             shown.update({name: of.get(name) for name in OUTER})
-    # An argument that differs and changed no setting is not the reason: it may be the default, written out.
+    # An argument that differs but changed no setting is not the reason. One replica may only have written out the
+    # default.
     reasons = {*derived, *(["total_steps"] if {"last_entry", "inner_steps"} & {*derived} else [])}
     names = [name for name in ARGUMENTS if name in reasons and ours.get(name) != theirs.get(name)]
     if "total_steps" in names and "snapshot_every" in names:
-        names.remove("snapshot_every")  # a trainer derives it from the total, and the user did not give it
+        names.remove("snapshot_every")  # a trainer derives this argument from the total, so the user did not give it
     if not names:
         names, ours, theirs = derived, {**mine}, {**agreed}
     now = f"rank {rank} has" if rank != author else "it now has"  # after a resume
@@ -278,7 +284,8 @@ def _settings_difference(derived: list[str], mine: Agreement, agreed: Agreement,
         )
     advice = "A run keeps the arguments that it began with: give them to all replicas."
     longer = next((name for name in TOTALS if name in names and _is_more(ours.get(name), theirs.get(name))), None)
-    if rank == author and longer is not None:  # a resumed replica with a larger total must train on
+    # a replica that was resumed with a larger total needs an extension of the run
+    if rank == author and longer is not None:
         option = f"--{longer.replace('_', '-')}"
         advice = (
             f"Give {longer}={_shown(theirs.get(longer))} again. To train further, extend the run: replicas resume RUN "
@@ -332,9 +339,9 @@ def _tensor_difference(mine: Mapping[str, Any], agreed: Mapping[str, Any]) -> st
 
 
 def differing_frozen(mine: Agreement, agreed: Agreement) -> list[str]:
-    """Return the names of frozen parameters whose values differ from those at the author of the run.
+    """Return the names of frozen parameters whose values differ from the values in the replica that began the run.
 
-    Each such replica trains another model, because frozen parameters are never sent.
+    Replicas with different frozen parameters train different models, because frozen parameters are never sent.
 
     Args:
         mine: the agreement of this replica.

@@ -1,4 +1,4 @@
-"""Compares the parameters before and after a merge with those one step later, and decides if an optimizer undid it."""
+"""Compares parameters before a merge, after it and one step later, and decides if an optimizer undid the merge."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ from diloco.stale_copies.search import (
 from diloco.tensor_names import by_clean_name, find_tensor
 
 MOST_TENSORS = 6
-"""Parameters compared after one merge; the next merge compares the next ones. 6 take about 40 microseconds."""
+"""Number of parameters that are compared after one merge.
+
+The next merge compares the next ones. 6 take about 40 microseconds.
+"""
 CLEARED = 3
 """Number of suspicions that the test refuted, after which an optimizer is trusted."""
 MOST_SEARCHES = 10
@@ -39,24 +42,30 @@ STRIKES = 3
 """Number of clearly undone merges in a row that prove a copy which cannot be found, or an optimizer that cannot be
 tested, because it is not one of torch."""
 FEW = 8
-"""A parameter with fewer values, such as the bias of one output, is near its old value by chance too often."""
+"""Least number of values of a compared parameter.
+
+One with fewer, such as the bias of one output, returns to its old value by chance too often.
+"""
 CLEARLY = 0.75
 """A merge was clearly undone if all compared values are back to within this share of their change by the merge."""
 ENOUGH = 64
 """Least number of values, of at least two parameters, for that decision. A few values may return by chance."""
 MOST_WAITS = 64
-"""Calls of `check` after a merge in which no compared value changes, after which the merge is no longer compared."""
+"""After this number of calls of `check` in which no compared value has changed, a merge is no longer compared."""
 LATER_MERGES, LATER_STEPS = 8, 16
 """After each of the first 8 merges of a run, 16 steps are compared, because Lookahead mixes in its copy every 5 steps.
 Later in the run, nothing is read between two rounds."""
 TAKEN_BACK = 0.2
-"""Share of a merge that one of these steps must undo before it counts."""
+"""Share of a merge that one of these later steps must undo to be suspicious."""
 STRAIGHT = 0.9
-"""Least correlation of such a step with the way back. Steps of common optimizers reached 0.76 in tests."""
+"""Least correlation of such a step with the direction back to the values before the merge.
+
+Normal steps of common optimizers reached 0.76 in tests.
+"""
 
 
 class StaleCopies:
-    """Watches one model for optimizers that put back the values from before a merge.
+    """Watches one model for optimizers that restore the values from before a merge.
 
     Args:
         model: the model whose trainable parameters are shared.
@@ -77,19 +86,19 @@ class StaleCopies:
         self._next = 0
         """The first parameter to compare after the next merge."""
         self._samples: list[Sample] = []
-        """The samples around the merge that is under way; empty between two merges."""
+        """The samples that are compared around the current merge. Empty between two merges."""
         self._before: Values | None = None
-        """(n_samples, VALUES), the values before that merge."""
+        """(n_samples, VALUES), the values before the current merge."""
         self._merge: Merge | None = None
-        """The last merge, until the next step was compared with it."""
+        """The last merge. None once the next step was compared with it."""
         self._n_waits = 0
         """Calls of `check` since that merge in which no compared value had changed."""
         self._later: LaterSteps | None = None
         """Compares the steps after the first one with a merge, until the next merge."""
         self._n_later = 0
-        """Number of merges after which that was done."""
+        """Number of merges after which several steps were compared."""
         self._takes_back: list[str] = []
-        """Merges that a later step has undone in part, in the words of the message."""
+        """Merges that a later step has undone in part, as text for the message."""
         self._test: MoveTest | None = None
         self._n_cleared = self._n_strikes = self._n_searches = 0
         self._copies: list[Copy] = []
@@ -99,7 +108,7 @@ class StaleCopies:
         self._stale = ""
         """A parameter whose copy did not take the merged values."""
         self._named = "the optimizer"
-        """The optimizer, in the words of the message."""
+        """The optimizer, as text for the message."""
         self._optimizers: list[Optimizer] = []
         """The optimizers that make a step before the first `check`."""
         self._owners: list[ReferenceType[Optimizer]] = []
@@ -123,7 +132,7 @@ class StaleCopies:
         self._samples = list({id(copy.sample): copy.sample for copy in self._copies}.values())
         for number, name in enumerate(turn[: max(0, n - len(self._samples))]):
             parameter = find_tensor(self._model, name, "parameter")
-            # Another place each time, because most rows of an embedding have not changed since the last round.
+            # Compare other values each time, because most rows of an embedding have not changed since the last round.
             start = (self._next * 7919 + number * 104729) % max(1, parameter.numel() - VALUES + 1)
             self._samples.append(Sample(name, parameter, start))
         self._before = read_samples(self._samples)
@@ -157,9 +166,9 @@ class StaleCopies:
                 continue
             was, merged = before[row], after[row]
             if distance(was, merged) <= 1e-6 * float(np.linalg.norm(merged)):
-                continue  # this merge has not moved it
+                continue  # this merge has not changed the copied parameter
             if distance(values, merged) < distance(values, was):
-                self._n_cleared, self._copies = CLEARED, []  # it follows the rounds
+                self._n_cleared, self._copies = CLEARED, []  # the copy has the merged values, so it follows the rounds
                 return
             stale = copy.sample.name
         self._stale = stale
@@ -171,11 +180,11 @@ class StaleCopies:
     def warn_of_copies(self, optimizer: Any, averaged: Collection[int]) -> None:
         """Warn, once for each key, of states of an optimizer that are copies of its parameters.
 
-        A state within a fifth of its parameter is a copy, and not an average of gradients, which is not that near by
-        chance.
+        A state that differs by less than a fifth from its parameter counts as a copy. An average of gradients is not
+        that near by chance.
 
         Args:
-            optimizer: any object. Without a `state` like that of torch's optimizers, it has no such states.
+            optimizer: any object. One without a `state` like an optimizer of torch causes no warning.
             averaged: the memory addresses of tensors that `average_also` averages.
         """
         state = getattr(optimizer, "state", None)
@@ -197,7 +206,7 @@ class StaleCopies:
                 )
 
     def check(self, averaged: Callable[[], Collection[int]] = tuple) -> None:
-        """Compare the values in the first step after a merge, once. A test that began a step earlier ends here.
+        """Compare values once, after the first step that follows a merge. A test of an optimizer step ends here.
 
         Args:
             averaged: returns the memory addresses of tensors that `average_also` averages.
@@ -269,26 +278,27 @@ class StaleCopies:
         self._test = None
         names = test.end()
         if names is not None and not names and not test.was_of_owner:
-            # The values kept their move, and the optimizer that made the step does not step them. It may write its copy
-            # later, for example before the next forward pass. So only the strikes count.
+            # The values kept their move, but the optimizer that made the step does not step these parameters itself. It
+            # may write its copy later, for example before the next forward pass. So only several clearly undone merges
+            # are a proof.
             names = None
         if names is not None and not names:
             self._n_cleared, self._n_strikes = self._n_cleared + 1, 0
         elif names and test.copies:
             self._named = names_of(test.optimizers)
             self._copies = [copy for copy in test.copies if copy.sample.name in names]
-        elif names or self._n_strikes >= STRIKES:  # without names, the optimizer is none of torch
+        elif names or self._n_strikes >= STRIKES:  # without names, the optimizer is not one of torch
             raise StaleCopyError(
                 _message((names or [sample.name for sample in test.samples])[0], test.when, names_of(test.optimizers))
             )
 
     def trust(self) -> None:
-        """Compare nothing from now on: no optimizer steps these tensors."""
+        """Compare nothing from now on. Used for tensors that no optimizer steps."""
         self.close()
         self._n_cleared = CLEARED
 
     def close(self) -> None:
-        """End the watch and a test that is running."""
+        """Stop watching, and end a test that is running."""
         unwatch(self._note_optimizer)
         unwatch(self._look_at_copies)
         if self._test is not None:
@@ -311,7 +321,7 @@ class Merge:
 
     def __init__(self, samples: list[Sample], before: Values, after: Values, when: str) -> None:
         self.samples, self.before, self.after, self.when = samples, before, after, when
-        # Computed here, in the time of the merge, because the next step belongs to the user's time.
+        # Computed now, as part of the merge, so that the user's next step does not take longer.
         self.moved = after - before
         self._halfway = before + np.float32(0.5) * self.moved
         self._after_bytes = after.tobytes()
@@ -338,7 +348,7 @@ class Merge:
 
 
 class Undone:
-    """The samples that one step after a merge seems to have put back.
+    """The samples that one step after a merge seems to have set back to earlier values.
 
     Args:
         samples: the samples that are nearer to their values before the merge.
@@ -385,9 +395,9 @@ class Undone:
 class LaterSteps:
     """Finds a step that undoes much of a merge, some steps after the first one.
 
-    Lookahead steps the parameters themselves, and mixes in its slow copy every few steps only. Such a step leads
-    straight back to the values before the merge, or to somewhat earlier ones. The training's own steps may go back,
-    too, because each replica has its own data, but gradients do not point straight at old values.
+    Lookahead steps the parameters themselves, and mixes in its slow copy every few steps only. Such a step goes
+    straight back to the values before the merge, or to somewhat earlier ones. Normal steps may go back, too, because
+    each replica has its own data. But gradients do not point straight at old values.
 
     Args:
         merge: the merge.
@@ -402,7 +412,8 @@ class LaterSteps:
         self.when = merge.when
         self._samples, self._before, self._merge, self._now = merge.samples, merge.before, merge.moved, now
         back, merged = merge.after - now, float(np.vdot(self._merge, self._merge))
-        # Momentum turns the training's own steps back gradually, and a loss that pulls back does so at once.
+        # Normal steps may also lead back: gradually by momentum, or at once if the gradient points back. Compare with
+        # these first steps.
         self._usual = [float(np.vdot(back, self._merge)) / merged if merged else 0.0] * 2
         """For each of the two examined directions, the largest share that one step has undone so far."""
         self._n_calls = self._n_steps = 0
@@ -424,11 +435,12 @@ class LaterSteps:
         for number, way in enumerate((self._merge, last - self._before)):
             along, square = -float(np.vdot(step, way)), float(np.vdot(way, way))
             if not 0 < square <= 4 * merged:
-                continue  # the training itself has made most of this distance
+                continue  # normal training steps have made most of this distance
             share, usual = along / square, self._usual[number]
             self._usual[number] = max(usual, share)
             is_straight = along > 0 and along**2 >= STRAIGHT**2 * square * float(np.vdot(step, step))
-            # A mixed-in copy leads back no further than the copy itself. A larger step is the training's own.
+            # An optimizer that mixes in a copy goes back no further than to that copy. A larger step is a normal
+            # training step.
             if is_straight and max(TAKEN_BACK, 3 * usual) <= share <= 1:
                 self._n_steps = LATER_STEPS
                 return share

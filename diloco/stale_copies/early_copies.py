@@ -17,7 +17,7 @@ from diloco.stale_copies.search import reachable_objects, reachable_tensors, ten
 from diloco.tensor_names import find_tensor
 
 AVERAGE = re.compile(r"(?<![A-Z])EMA(?![a-z])|Ema(?![a-z])|ExponentialMovingAverage|AveragedModel")
-"""Finds class names of averages of weights: ModelEmaV3 (timm), EMAModel (diffusers), AveragedModel (torch)."""
+"""Matches class names of averages of weights: ModelEmaV3 (timm), EMAModel (diffusers), AveragedModel (torch)."""
 
 
 class EarlyCopies:
@@ -53,7 +53,7 @@ class EarlyCopies:
                 changed[shape] = moved
         own = {s.parameter.data_ptr() for samples in self._before.values() for s, _ in samples}
         for thing in reachable_tensors() if changed else ():
-            with suppress(Exception):  # a tensor may have no storage, or a class that refuses to be read
+            with suppress(Exception):  # a tensor may have no storage, or may be of a class that cannot be read
                 if not thing.is_floating_point() or thing.data_ptr() in own:
                     continue
                 for sample, before in changed.get(tuple(thing.shape), ()):
@@ -98,10 +98,10 @@ class EarlyCopies:
 
 
 def warn_of_own_averages(model: nn.Module, averaged: Container[int]) -> None:
-    """Warn, once, of an average of the weights that each replica makes for itself, such as an EMA of timm.
+    """Warn once if each replica makes its own average of the weights, such as an EMA of timm.
 
-    It is found by the name of its class, among all objects that the user's variables lead to. Its values prove nothing:
-    right after it was made they equal the model's, and so do the values of a copy of the best model.
+    The average is recognized by its class name, among all objects that the user's variables lead to. Its values prove
+    nothing: a new average equals the model, and so does a copy of the best model.
 
     Args:
         model: the trained model.

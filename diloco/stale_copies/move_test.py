@@ -1,4 +1,6 @@
-"""Tests one optimizer step: it moves suspected values before the step, and compares them after it."""
+"""Tests whether an optimizer steps the model's own parameters: moves suspected values before a step, and compares them
+after it.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +57,9 @@ class MoveTest:
     def _take(self, optimizer: Optimizer) -> MoveTest | None:
         """Return this test if the optimizer can step the values. Called before each step of any optimizer of torch.
 
-        That is an optimizer with the parameters themselves. If none has them, it is one with tensors of their shapes,
-        as copies have. A discriminator may have layers of the generator's shapes. When it makes a step, the values of
-        the generator are still needed for gradients.
+        It can if it has the parameters themselves. If no optimizer has them, one with tensors of the same shapes is
+        enough, because copies have these shapes. The shapes alone do not prove it: a discriminator may have layers of
+        the generator's shapes. At its step, the generator's values are still needed for gradients.
         """
         stepped = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         shapes, own = {tensor.shape for tensor in stepped}, {id(tensor) for tensor in stepped}
@@ -67,7 +69,8 @@ class MoveTest:
         if all(optimizer is not other for other in self.optimizers):
             self.optimizers.append(optimizer)
         # The networks of a GAN may be in one DiLoCo, with an optimizer for each. A parameter that another optimizer
-        # steps waits for that optimizer. A parameter that no optimizer of torch steps moves with the first of them.
+        # steps is moved before that optimizer's step. A parameter that no optimizer of torch steps is moved before the
+        # first step of any of them.
         moved, others = {id(sample) for sample, *_ in self._moved}, self._owned - own
         waiting = [sample for sample in self.samples if id(sample) not in moved]
         self._next = [sample for sample in waiting if id(sample.parameter) not in others]
@@ -89,7 +92,7 @@ class MoveTest:
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that computes the loss and its gradients at the values that were not moved.
 
-        LBFGS evaluates its closure several times in one step. Each time the values are moved back for it.
+        LBFGS calls its closure several times in one step. Each time the values are moved back before the call.
 
         Args:
             closure: the closure of the optimizer's step.
@@ -110,7 +113,7 @@ class MoveTest:
 
     @property
     def was_of_owner(self) -> bool:
-        """True if an optimizer that made a step has one of the suspected parameters itself, not a copy of it."""
+        """True if an optimizer that made a step has one of the suspected parameters itself, and not only a copy."""
         own = {id(tensor) for each in self.optimizers for group in each.param_groups for tensor in group["params"]}
         return any(id(sample.parameter) in own for sample in self.samples)
 

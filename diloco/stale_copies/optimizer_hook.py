@@ -28,9 +28,13 @@ class StepTest(Protocol):
 Watcher: TypeAlias = Callable[[Optimizer], StepTest | None]
 """Called before an optimizer step. Returns a test that this step must undergo, or None."""
 
-# One hook for the process, which stays: torch iterates over its hooks while another thread may add one.
+# One permanent hook for the whole process. To add hooks later is not safe: torch may iterate over its hooks in another
+# thread.
 _watchers: dict[int, tuple[Watcher, ...]] = {}
-"""By thread, the functions to call before each optimizer step of the thread. In tests, each replica is a thread."""
+"""For each thread, the functions to call before each optimizer step of that thread.
+
+In tests, each replica is a thread.
+"""
 
 
 def watch(callback: Watcher) -> None:
@@ -64,7 +68,7 @@ def unwatch(callback: Watcher) -> None:
 def _register() -> None:
     def call(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         tests = [test for callback in _watchers.get(get_ident(), ()) if (test := callback(optimizer)) is not None]
-        # torch passes the optimizer as the first of args, so a closure is the second.
+        # torch passes the optimizer as the first positional argument, so a closure is the second.
         given = args[1] if len(args) > 1 else kwargs.get("closure")
         closure = given if callable(given) else None
         for test in tests:

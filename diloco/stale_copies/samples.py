@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 VALUES = 32
-"""Number of neighboring values that are compared of each parameter."""
+"""Number of neighboring values of a parameter that are compared."""
 Values = NDArray[np.float32]
 
 
@@ -40,7 +40,7 @@ class Sample:
 
     def read(self) -> Values:
         """Return the values as they are now, in float32. The array may be a view of the parameter."""
-        # The view is kept, because to make it takes ten times as long as to read it, and the check is part of a step.
+        # The view is kept: to create it takes ten times as long as to read it, and every step would pay for that.
         if self._array is None or self._pointer != self.parameter.data_ptr():
             view = self.view()
             if view.dtype != torch.float32 or view.device.type != "cpu":

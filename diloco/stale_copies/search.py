@@ -52,7 +52,7 @@ class Copy:
 
 
 def copies_of(samples: Sequence[Sample], tensors: Iterable[Tensor]) -> list[Copy]:
-    """Return the tensors in other memory that have the values of parameters now.
+    """Return the tensors that have the same values as parameters, but other memory.
 
     Args:
         samples: the values of the parameters.
@@ -66,7 +66,7 @@ def copies_of(samples: Sequence[Sample], tensors: Iterable[Tensor]) -> list[Copy
     own = {sample.parameter.data_ptr() for sample in samples}
     found: list[Copy] = []
     for tensor in tensors:
-        with suppress(Exception):  # a tensor may have no storage, or a class that refuses to be read
+        with suppress(Exception):  # a tensor may have no storage, or may be of a class that cannot be read
             is_flat = tensor.dim() == 1 and tensor.device.type == "cpu" and tensor.numel() <= MOST_FLAT
             if not (tensor.shape in shapes or is_flat) or not tensor.is_floating_point() or tensor.data_ptr() in own:
                 continue
@@ -147,7 +147,7 @@ def wrappers_with_state() -> Iterator[Any]:
 
 
 def reachable_tensors() -> Iterator[Tensor]:
-    """Yield the tensors that the variables of the code that called DiLoCo lead to.
+    """Yield the tensors that can be reached from the variables of the code that called DiLoCo.
 
     Example:
         for tensor in reachable_tensors(): ...
@@ -158,10 +158,11 @@ def reachable_tensors() -> Iterator[Tensor]:
 
 
 def reachable_objects() -> Iterator[Any]:
-    """Yield the objects that the variables of the code that called DiLoCo lead to, near objects first.
+    """Yield the objects that can be reached from the variables of the code that called DiLoCo, near objects first.
 
-    It does not use `gc.get_objects()` or `gc.get_referrers()`. They return tuples that other threads are still
-    building, which then fail to build them. They also take seconds in a process with millions of objects.
+    It does not use `gc.get_objects()` or `gc.get_referrers()`. These return tuples that other threads are still
+    building, and a thread fails if its unfinished tuple has another reference. They also take seconds in a process with
+    millions of objects.
 
     Example:
         for thing in reachable_objects(): ...
@@ -173,7 +174,7 @@ def reachable_objects() -> Iterator[Any]:
             things += [(value, 0) for value in (*frame.f_locals.values(), *frame.f_globals.values())]
         frame = frame.f_back
     seen = set[int]()
-    kept = list[Any]()  # it keeps the objects alive, so that no new object gets an id in `seen`
+    kept = list[Any]()  # this list keeps the objects alive, so that no new object gets an id that is in `seen`
     # Near objects come first. Otherwise a data set of millions of items would use up the limit.
     while things and len(seen) < MOST_OBJECTS:
         thing, depth = things.popleft()
@@ -191,15 +192,16 @@ def reachable_objects() -> Iterator[Any]:
 def _parts_of(thing: Any) -> Iterable[Any]:
     """Return the parts of an object in which a copy of weights may be.
 
-    Containers are read as the built-in ones that they are, because a user's class may load data in its own `values()`.
+    A container of a user's class is read by the methods of the built-in class, because its own `values()` may load
+    data.
     """
     kind = type(thing)
     if kind in SCALARS or isinstance(thing, (type, ModuleType)):
         return ()
     if kind.__module__.partition(".")[0] in ("diloco", "executors"):
-        return ()  # they lead to other replicas if these are threads of one process
+        return ()  # such objects lead to other replicas, if replicas are threads of one process
     if isinstance(thing, OrderedDict) and hasattr(thing, "_metadata"):
-        return ()  # a copy of `model.state_dict()`: scripts keep one of their best model
+        return ()  # a copy of `model.state_dict()`, which scripts keep for their best model
     own: Iterable[Any] = getattr(thing, "__dict__", {}).values()
     if isinstance(thing, dict):
         return chain(dict.values(thing), own)
@@ -217,7 +219,7 @@ def _parts_of(thing: Any) -> Iterable[Any]:
 
 
 def names_of(optimizers: Sequence[Optimizer]) -> str:
-    """Return words for the optimizers that made a step, and for an object around one, as for master weights.
+    """Return text for a message that names the optimizers that made a step, and the objects that wrap them.
 
     Args:
         optimizers: the optimizers.

@@ -25,11 +25,13 @@ class DataPosition:
     def __init__(self) -> None:
         self._epoch = self._batches = 0
         self._next = (0, 0)
-        """The beginning of the next epoch: its number, and the number of its batches that were seen already."""
+        """The position from which the next epoch begins: its number, and the number of its batches that were seen
+        already.
+        """
         self._of_trainer = (0, 0)
         """The position at which the trainer begins by itself: after the data that its checkpoint has seen."""
         self.is_loaded = False
-        """True if an earlier attempt has saved a position. It has precedence over the trainer's."""
+        """True if an earlier attempt has saved a position. That position has precedence over the trainer's."""
         self._start = (0, 0)
         """The position at which this process began."""
         self._loader: Any = None
@@ -70,7 +72,8 @@ class DataPosition:
         if self._length is not None and batches >= self._length:
             epoch, batches = epoch + 1, 0
         if epoch < self._of_trainer[0] and not is_stateful:
-            # The trainer begins with a later checkpoint, so it makes only the epochs after it, each as a whole.
+            # The trainer begins with a checkpoint of a later epoch, so it makes only the epochs after that one, each as
+            # a whole.
             epoch, batches = self._of_trainer[0], 0
         self._start = self._next = epoch, batches
         if not self.is_loaded or is_stateful:
@@ -119,10 +122,11 @@ class DataPosition:
         return (self._epoch, self._batches) != self._start
 
     def epochs(self, as_the_trainer_counts: float) -> float:
-        """Return the number of seen epochs, with fractions.
+        """Return the number of epochs that were seen, as a fraction.
 
         Args:
-            as_the_trainer_counts: the trainer's own number, which is right if this process began at the first batch.
+            as_the_trainer_counts: the trainer's own number of epochs, which is right if this process began at the first
+                batch.
         """
         if self._start == (0, 0) or self._length is None:
             return as_the_trainer_counts

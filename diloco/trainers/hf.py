@@ -1,4 +1,4 @@
-"""DiLoCo for the `Trainer` of transformers, by a callback: `DiLoCoCallback` and `replica_arguments`.
+"""DiLoCo for the `Trainer` of transformers: a callback, `DiLoCoCallback`, and the function `replica_arguments`.
 
     args = replica_arguments(TrainingArguments("out", max_steps=4000))
     trainer = Trainer(model, args, train_dataset=…, callbacks=[DiLoCoCallback(inner_steps=100)])
@@ -43,8 +43,11 @@ SAME_STREAM = (
 )
 OWN_ORDER = "Give each replica its own order: Trainer(model, replica_arguments(args), …), of diloco.trainers.hf."
 SEEDS_APART = 10_007
-"""Distance of the seeds of two replicas. The order of epoch e comes from seed + e, so neighboring seeds would give the
-same orders, one epoch later."""
+"""Distance of the seeds of two replicas.
+
+The order of epoch e comes from seed + e. So with neighboring seeds, one replica would have the orders of the other, one
+epoch later.
+"""
 
 
 def replica_arguments(args: A) -> A:
@@ -76,7 +79,7 @@ def replica_arguments(args: A) -> A:
     if replica is not None:
         folder = args.output_dir or "trainer_output"
         own.output_dir = os.path.join(folder, str(replica.rank))
-        if getattr(args, "logging_dir", None):  # transformers 4 has derived it from output_dir
+        if getattr(args, "logging_dir", None):  # transformers 4 has derived logging_dir from output_dir
             own.logging_dir = os.path.join(args.logging_dir, str(replica.rank))
         # Without a name, transformers would name the repository after the last folder, which is the rank.
         own.hub_model_id = args.hub_model_id or Path(folder).absolute().name
@@ -127,7 +130,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         self._data = DataPosition()
         self._folder: OwnFolder | None = None
         self._advice = ADVICE
-        """The advice for replicas that train on the same data."""
+        """The advice in the message for replicas that train on the same data."""
         self._was_terminated = False
         self._control: tuple[Any, type[Any]] | None = None
         """The trainer's control, and its class before this training."""
@@ -159,7 +162,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
             _leave_pushes_to_rank_0()
         self._folder = OwnFolder(Path(args.output_dir), replica)
         self._folder.check()
-        # A rank that was added is beyond the world_size of the launch, which may be 1.
+        # An added rank is not part of the launch's world_size, which may be 1 although there are several replicas.
         has_own = getattr(args, "of_replica", None) == replica.rank
         is_stream = isinstance(getattr(with_["train_dataloader"], "dataset", None), IterableDataset)
         self._advice = ADVICE if has_own or is_stream else OWN_ORDER
@@ -191,7 +194,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
 
         So all replicas stop at the same round. An EarlyStoppingCallback, or any other callback, sets
         `control.should_training_stop` on this replica alone, during an evaluation. The trainer leaves its loop right
-        after that, without a call of any hook. So the attribute becomes a property, of this control alone.
+        after that, without calling any hook. So the attribute becomes a property, but only in this control object.
         """
         kind, name, ours = type(control), "should_training_stop", self
 
@@ -205,7 +208,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         def put(control: Any, value: bool) -> None:
             control.__dict__[name] = value
 
-        # The subclass has the same name, because a checkpoint saves the state under the name of the class.
+        # The subclass has the same name as the class, because a checkpoint saves the state under the class name.
         self._control = control, kind
         control.__class__ = type(kind.__name__, (kind,), {name: property(get, put)})
 
@@ -250,7 +253,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
             link.step()
         except DuplicateWorkError as error:
             raise DuplicateWorkError(str(error).replace(ADVICE, self._advice)) from None
-        if before is None or before is not link.last:  # a replica that joined later may use the folder, too
+        # check again, because a replica that joined later may use the same folder
+        if before is None or before is not link.last:
             folder.check()
         state.global_step = link.trainer_step
         state.epoch = self._data.epochs(state.epoch)
@@ -276,12 +280,12 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         if state.log_history:
             state.log_history[-1].update(logs)
         numbers = {name: value for name, value in logs.items() if type(value) in (int, float)}
-        current_replica().report(**numbers)  # with the step that DiLoCo counts, which is the trainer's
+        current_replica().report(**numbers)  # report the trainer's step, which DiLoCo counts
 
     def _correct_means(self, logs: dict[str, Any], step: int) -> None:
         """Correct means in the log, which the trainer has divided by the run's steps.
 
-        Some of these steps were made without this replica.
+        The result is wrong otherwise, because the run made some of these steps without this replica.
         """
         if "loss" in logs and "learning_rate" in logs and self._n_unlogged:
             logs["loss"] *= (step - self._logged_at) / self._n_unlogged
@@ -307,7 +311,10 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _updates_per_epoch(args: TrainingArguments, state: TrainerState, loader: Any) -> int:
-    """Return the optimizer's steps in an epoch. For a stream, which has no length, the steps of the whole training."""
+    """Return the optimizer's steps in an epoch.
+
+    A stream has no length, so for a stream return the steps of the whole training.
+    """
     try:
         return max(1, math.ceil(len(loader) / int(args.gradient_accumulation_steps)))
     except TypeError:
@@ -336,13 +343,13 @@ def _problem_of(args: TrainingArguments) -> str | None:
     return None
 
 
-@functools.cache  # once in a process
+@functools.cache  # replace the method only once in a process
 def _leave_pushes_to_rank_0() -> None:
     """Let `trainer.push_to_hub()` do nothing in this process, for trainers that have a DiLoCoCallback.
 
     Scripts call it at their end, on each replica. All replicas would push the same model to one repository at the same
     time, and all commits but one would fail. A callback can neither reach its trainer nor prevent the push, so the
-    method of the class is replaced, in processes of replicas other than rank 0 alone.
+    method of the class is replaced, in all replicas except rank 0.
     """
     push_to_hub = Trainer.push_to_hub
 
@@ -359,8 +366,8 @@ def _leave_pushes_to_rank_0() -> None:
 class OwnFolder:
     """A folder that no other replica of the run may write to.
 
-    The path may be one folder on all machines, or another folder on each. So each replica leaves its number in the
-    folder, and looks for the numbers of others.
+    The same path may be one folder for all machines, or a different folder on each machine. So each replica leaves its
+    number in the folder, and looks for the numbers of others.
 
     Args:
         folder: the folder.
@@ -381,7 +388,7 @@ class OwnFolder:
         Raises:
             ValueError: another replica writes to the folder.
         """
-        if self._replica.is_alone:  # a run of one replica is checked, because replicas may be added to it
+        if self._replica.is_alone:  # also check a run of one replica, because replicas may be added to it
             return
         self._numbers.mkdir(parents=True, exist_ok=True)
         (self._numbers / str(self._replica.rank)).touch()

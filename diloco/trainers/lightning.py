@@ -1,4 +1,4 @@
-"""DiLoCo for the `Trainer` of Lightning, by a callback: `DiLoCoCallback`.
+"""DiLoCo for the `Trainer` of Lightning: a callback, `DiLoCoCallback`.
 
     trainer = Trainer(max_steps=4000, callbacks=[DiLoCoCallback(inner_steps=100)])
     trainer.fit(module, DataLoader(current_replica().shard(dataset)))
@@ -36,10 +36,10 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
     When training ends, the module is the anchor. In a process that is not a replica, the callback trains alone.
 
     A replica that starts again continues with the optimizers, schedules and data position of its newest saved state,
-    and at the run's step. With a `StatefulDataLoader` the data continue at the item. A stream with one continues at the
-    batch, and Lightning has fetched one more. Any other loader skips the seen batches of the epoch. A `ckpt_path`
-    matters only at the beginning of a new run. A replica that starts again may have it as well, and continues at the
-    run's step.
+    and at the run's step. With a `StatefulDataLoader`, the data continue at the exact item. A stream in a
+    `StatefulDataLoader` continues at the batch, but skips one batch that Lightning had fetched early. Any other loader
+    skips the seen batches of the epoch. A `ckpt_path` matters only at the beginning of a new run. A replica that starts
+    again may be given it, too, but continues at the run's step.
 
     A WeightAveraging of Lightning, such as EMAWeightAveraging, is averaged over the replicas in each round. When
     training ends, the module is then that average.
@@ -77,12 +77,13 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._folders is None and (replica := find_replica()) is not None:
             self._folders = OwnFolders(trainer, replica.rank)
-        # An average must make its step before the round, which averages its values and saves its count. Lightning
-        # calls the hooks of this stage by the old list, so that the order changes from the next stage on.
+        # A callback that averages weights must make its step before the round, which averages its values and saves its
+        # count. So it is moved before this callback. Lightning still uses the old list for the current stage, and the
+        # new order from the next stage on.
         if stage == "fit" and (averages := _weight_averages(trainer)):
             first = [each for each in trainer.callbacks if each in averages]
             trainer.callbacks = [*first, *(each for each in trainer.callbacks if each not in averages)]
-        # This must come before `configure_optimizers`, whose schedules read the number of steps from the trainer.
+        # Set the steps before `configure_optimizers`, because its schedules read the number of steps from the trainer.
         if stage == "fit" and pl_module.automatic_optimization and (total := extended_total(self._options)) is not None:
             _train_until(trainer, total)
 
@@ -119,7 +120,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         self._set_step(trainer, pl_module)
 
     def _average_averages(self, trainer: Trainer) -> None:
-        """Average over the replicas what callbacks of Lightning average over the steps."""
+        """Average the weight averages of Lightning's callbacks over the replicas, too."""
         for number, each in enumerate(_weight_averages(trainer)):
             self.diloco.average_also(each._average_model)
             self.diloco.attach_state(f"average {number}", AverageCount(each))
@@ -134,7 +135,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
     def _attach_data(self, trainer: Trainer) -> None:
         """Let the loader begin at the saved position.
 
-        The trainer has already made its iterator, so the iterator is made again.
+        The trainer has already created its iterator, so the iterator is created again.
         """
         loader, diloco = trainer.train_dataloader, self.diloco
         is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
@@ -174,7 +175,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         assert link is not None
         self._data.batch_seen()
         if trainer.global_step == self._step:
-            return  # gradients are being accumulated
+            return  # gradients are being accumulated, so no step was made
         before = link.last
         link.step()
         self._set_step(trainer, pl_module)
@@ -182,7 +183,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         if link.last is not None and link.last is not before:
             numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         if numbers:
-            current_replica().report(**numbers)  # the report gets the step that DiLoCo counts, which is the trainer's
+            current_replica().report(**numbers)  # report the trainer's step, which DiLoCo counts
         self._end_together(trainer)
 
     def _end_together(self, trainer: Trainer) -> None:
@@ -211,7 +212,8 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         if self._link is not None:
             trainer.fit_loop.epoch_loop.min_steps = self._min_steps
             self._link.finish(is_asked_for=trainer.should_stop)
-            # Lightning copies the average into the module at the end. The anchor has just replaced it, so repeat that.
+            # Lightning copies the average into the module at the end. The anchor has just replaced that copy, so copy
+            # the average again.
             for each in _weight_averages(trainer):
                 each.on_train_end(trainer, pl_module)
 
@@ -220,9 +222,9 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             self._link.diloco.__exit__(type(exception), exception, exception.__traceback__)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return anchor, outer state and position, for readers of a checkpoint.
+        """Return the anchor, the outer state and the position, for programs that read a checkpoint.
 
-        A training does not load them, because it begins with the checkpoint's model.
+        Training does not load them, because it begins with the checkpoint's model.
         """
         return {} if self._link is None else {"diloco": self._link.diloco.state_dict()}
 
@@ -234,7 +236,7 @@ def _weight_averages(trainer: Trainer) -> list[Any]:
 
 
 class AverageCount:
-    """The number of steps that an average of weights has seen, for the next attempt. The run has the values.
+    """Saves the number of steps that an average of weights has seen, for the next attempt. The run stores its values.
 
     Without the number, an average would begin again with the current weights.
 
@@ -274,7 +276,7 @@ def _train_until(trainer: Trainer, step: int) -> None:
 
 
 class OwnFolders:
-    """Folders of logs and checkpoints that no other replica writes to.
+    """Gives a replica folders for logs and checkpoints that no other replica writes to.
 
     A logger of Lightning chooses its folder `version_N` by a listing. Replicas that start together choose the same N.
     So the rank becomes part of each path, which needs no agreement. Lightning creates the folders of loggers before the
@@ -315,7 +317,7 @@ class OwnFolders:
 
     def _move(self, logger: Any) -> None:
         """Let a logger write to this rank's own folder, as if it had been created with that folder."""
-        if os.path.isdir(logger.log_dir):  # otherwise it is in a bucket, or does not exist yet
+        if os.path.isdir(logger.log_dir):  # otherwise the folder is in a bucket, or does not exist yet
             self._unused.append(Path(logger.log_dir))
         if logger._experiment is not None and isinstance(logger, TensorBoardLogger):
             logger._experiment.close()
@@ -326,12 +328,13 @@ class OwnFolders:
         logger._root_dir = self._own(logger._root_dir)
         if isinstance(logger, CSVLogger):
             logger._save_dir = self._own(logger._save_dir)
-        if isinstance(logger.version, int) and os.path.isdir(logger.log_dir):  # an earlier attempt has used it
+        # an earlier attempt of this rank has used the folder
+        if isinstance(logger.version, int) and os.path.isdir(logger.log_dir):
             logger._version = logger._get_next_version()
 
     def remove_unused(self) -> None:
         """Remove the folders that loggers created before they were moved, if they are empty."""
         for folder in self._unused:
             for each in (folder, folder.parent):
-                with contextlib.suppress(OSError):  # it is not empty, or another replica has removed it
+                with contextlib.suppress(OSError):  # the folder is not empty, or another replica has removed it
                     each.rmdir()

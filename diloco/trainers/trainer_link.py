@@ -1,6 +1,6 @@
 """Connects a trainer's callback with its DiLoCo: totals of steps, schedules that follow the run, and early stopping.
 
-Both callbacks use it, the one for transformers and the one for Lightning.
+The callback for transformers and the callback for Lightning both use it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROUNDS_PER_SNAPSHOT, MOST_ROUNDS = 20, 10
 
 
 class TrainerLink:
-    """Accompanies one training from its beginning to its end.
+    """The DiLoCo of one training, and the trainer's settings that depend on it.
 
     Args:
         model: the trainer's model.
@@ -87,12 +87,14 @@ class TrainerLink:
                 _begun_at=self.begun_at,
                 _is_trainers=not (follows or may_grow),
             )
-            # An extension that was ordered earlier is part of the total. One that is ordered later needs `may_grow`.
+            # The total already contains earlier extensions. A later extension needs `may_grow`.
             self.diloco._extension.is_trainers = not may_grow
             self.diloco._loop.is_trainers = True
-            self.diloco._loop.trust()  # the callback sets the trainer's count of steps to the run's
+            # the callback sets the trainer's count of steps to the run's step, so the loop follows the run
+            self.diloco._loop.trust()
         except ContributionError as error:
-            if "total_steps=" in str(error):  # the trainer gave this argument, and not the user
+            # the user must not be blamed for this argument, because the trainer gave it
+            if "total_steps=" in str(error):
                 error.add_note(
                     f"This trainer plans total_steps={total_steps}, from step {self.begun_at}. Give all replicas the "
                     "same max_steps, or data of the same length: shard(dataset, equal=True)."
@@ -124,8 +126,8 @@ class TrainerLink:
     def attach_schedule(self, name: str, schedule: Any) -> None:
         """Attach a schedule that the trainer steps once per step, and keep it at the run's step.
 
-        It must be neither behind nor ahead. When a replica was asked to leave and starts again, the run is at its last
-        round, behind the schedule's count.
+        The schedule may be behind the run, or ahead of it. It is ahead if the replica was asked to leave and starts
+        again, because the run is then at its last round.
 
         Args:
             name: the name of the schedule.
@@ -142,12 +144,12 @@ class TrainerLink:
             if steps_counted(schedule) < self.diloco._attached.count_of(name, self.diloco.inner_step):
                 kind.step(schedule, *args)
 
-        # A subclass, because an attribute of the schedule would become a part of its saved state.
+        # Use a subclass, because an attribute of the schedule would become a part of its saved state.
         schedule.__class__ = type(kind.__name__, (kind,), {"step": step})
         self._held.append((schedule, kind))
 
     def step(self) -> None:
-        """Count a step. Call it after everything else has made its step."""
+        """Count a step. Call this after the optimizer and all schedules have made their steps."""
         if not self.is_over:  # a trainer makes one more step after the end of the run before it stops
             self.last = self.diloco.step() or self.last
 
@@ -190,13 +192,13 @@ class TrainerLink:
         """Set the model to the anchor, which all replicas have in common, and leave the run.
 
         Args:
-            is_asked_for: True: the training was stopped. False: it must have reached its planned end, or a warning is
-                logged.
+            is_asked_for: True: the training was stopped on purpose. False: log a warning if the training has not
+                reached its planned end.
             keep_model: True: keep the model's values, because the trainer has loaded its best model.
         """
         for schedule, kind in self._held:
             schedule.__class__ = kind
-        buffers = by_clean_name(self.model, self.model.named_buffers())  # the anchor has clean names, too
+        buffers = by_clean_name(self.model, self.model.named_buffers())  # the names of the anchor are clean names, too
         live: dict[str, torch.Tensor] = {**by_clean_name(self.model, self.model.named_parameters()), **buffers}
         best: dict[str, torch.Tensor] = {}
         if keep_model:
@@ -207,7 +209,7 @@ class TrainerLink:
                 "The trainer ended by itself at step %s of %s planned steps. If it began with a checkpoint that is "
                 "ahead of the run, start it without it.", self.trainer_step, self.begun_at + self.total_steps,
             )  # fmt: skip
-        self.diloco.close()  # it sets the model to the anchor
+        self.diloco.close()  # this call sets the model to the anchor
         for name, values in best.items():
             live[name].copy_(values)
 
@@ -286,7 +288,7 @@ def totals_of(place: RunLocation) -> Sequence[int]:
         return ()
     try:
         return replica.extensions().get("total_steps", ())
-    except StoreError:  # DiLoCo reads the totals next, and warns of the error
+    except StoreError:  # DiLoCo also reads the totals and warns of the error
         return ()
 
 

@@ -1,7 +1,7 @@
 """The wires: each file encodes float32 values as bytes in one format, for contributions and means.
 
-Read `wire.py` first. It has the protocol of a wire, and the loops over blocks and pieces. Values enter as float32
-pieces of a fragment, and leave as the bytes of a block. Decoding is the way back. `WIRES` has all wires by name.
+Read `wire.py` first. It has the protocol of a wire, and the loops over blocks and pieces. A wire encodes float32 pieces
+of a fragment as the bytes of a block, and decodes them again. `WIRES` has all wires by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from diloco.wires.wire import Wire
 FP32 = Fp32()
 WIRES: Mapping[str, Wire] = {wire.name: wire for wire in (FP32, Bf16(), Int8(), Int4())}
 DEFAULT_MEAN_WIRE: Mapping[str, str] = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}
-"""By the wire of the contributions, the wire of the means that a run uses without the argument `mean_wire`."""
+"""The default of `mean_wire` for each wire of contributions."""
 
 
 def wire_named(name: str) -> Wire:

@@ -12,7 +12,9 @@ import torch
 from diloco.wires.wire import Floats, NotFiniteError
 
 LEAST = np.float32(2.0**-100)
-"""A group whose values are all smaller becomes zero. Processors round smaller products in different ways."""
+"""A group whose values are all smaller than this becomes zero, because processors round smaller products in different
+ways.
+"""
 LARGEST = float(np.finfo(np.float32).max)
 
 

@@ -1,8 +1,8 @@
 """The wire `int4`: half a byte per value, a whole number from -7 to 7, and one scale for each group of 128 values.
 
-The numbers are in pages of 8192. A page of m numbers takes m / 2 bytes. If m is odd, a zero is added. Byte i holds
-number i in its low half and number m / 2 + i in its high half, each plus 8. So the low halves of a page are consecutive
-numbers, and so are the high halves.
+The numbers are stored in pages of 8192. A page of m numbers takes m / 2 bytes. If m is odd, a zero is added. The low
+half of byte i holds number i plus 8, and its high half holds number m / 2 + i plus 8. So the low halves of a page hold
+consecutive numbers, and so do the high halves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Int4(GroupedWire):
         codes = np.empty(2 * len(data), np.int8)
         for packed, low, high in _pages(data, codes.view(np.uint8)):
             np.bitwise_and(packed, 15, out=low)
-            np.floor_divide(packed, 16, out=high)  # in numpy this is faster than a shift
+            np.floor_divide(packed, 16, out=high)  # in numpy this is faster than a bit shift
         codes -= ZERO
         np.copyto(to, codes[: len(to)])
 

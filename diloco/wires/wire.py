@@ -16,7 +16,10 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 Pieces: TypeAlias = Iterator[tuple[int, Floats]]
-"""Consecutive values in pieces: the number of the first value, and the values, which are valid until the next piece."""
+"""Consecutive values in pieces.
+
+Each piece has the number of its first value, and its values, which are valid until the next piece.
+"""
 
 BLOCK_ELEMENTS = 1 << 20
 """The number of elements that one digest covers. A shard consists of whole blocks."""
@@ -55,7 +58,10 @@ class Wire(Protocol):
 
     @property
     def is_relative(self) -> bool:
-        """True if rounding errors are relative to each value. False: to the largest value of its group."""
+        """True if rounding errors are relative to each value.
+
+        False: they are relative to the largest value of a group.
+        """
 
     def size(self, n: int) -> int:
         """Return the number of bytes of a block of n values."""

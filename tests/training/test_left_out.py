@@ -1,4 +1,4 @@
-"""Warnings of parameters that were trained and are in no average, or that differ between replicas."""
+"""Warnings of parameters that were trained but not averaged, or that differ between replicas."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_what_is_trained_and_in_no_average_is_an_error_at_the_next_round(change:
             model.requires_grad_(True)
         else:
             model.append(nn.Linear(2, 2))
-        with pytest.raises(ContributionError, match=r"'(0|2).weight' is trained and in no average.*2 such"):
+        with pytest.raises(ContributionError, match=r"'(0|2).weight' is trained but not averaged.*2 such"):
             diloco.step()
 
 
