@@ -31,7 +31,7 @@ PANELS = {
     "End and clean": {"stop": "watch", "cancel": "runs", "rm": "runs"},
     "Settings and checks": {"config": "config", "backends": "backends", "doctor": "doctor", "plan": "plan"},
 }
-"""The verbs in the panels of `replicas --help`, each with the module here that has it."""
+"""The verbs by panel of `replicas --help`, each with the module of this package that defines it."""
 VERBS = {verb: module for verbs in PANELS.values() for verb, module in verbs.items()}
 SYNONYMS = {
     **dict.fromkeys(("run", "start", "submit", "exec"), "launch"),
@@ -51,7 +51,7 @@ SYNONYMS = {
     **dict.fromkeys(("csv", "tensorboard", "dump"), "export"),
     **dict.fromkeys(("remove", "delete", "del"), "rm"),
 }
-"""The verbs of other tools, with the verb of this command that does the same."""
+"""Verbs of other tools, each with the verb of `replicas` that does the same."""
 FIRST_STEPS = (
     "replicas launch --n 4",
     "replicas launch train.py:main --n 8 --arg steps=500",
@@ -60,9 +60,9 @@ FIRST_STEPS = (
     "replicas collect RUN --out results",
 )
 GC_THRESHOLD = 20_000
-"""Objects between two garbage collections.
+"""The number of new objects after which Python collects garbage.
 
-Imports make no garbage, and a short command spent a tenth of its time on collections.
+It is large, because imports make no garbage, and a short command spent a tenth of its time on collections.
 """
 
 
@@ -101,7 +101,7 @@ def command_of(arguments: Sequence[str] = ()) -> Any:
     """Return the command, with the one verb that a command line names, or with all verbs.
 
     Args:
-        arguments: the command line. Only its first word is read. Importing the other verbs would take time.
+        arguments: the command line. Only its first word is read, so that the modules of other verbs are not imported.
 
     Example:
         command_of(["ls"]).commands["ls"].help
@@ -141,24 +141,24 @@ def main() -> int:
         # A `logging.py` of the user in this folder must not replace the module that this command imports.
         reserve_names([here])
         if not sys.flags.safe_path:
-            sys.path.insert(0, here)  # as `python -m` does, so that `train:main` is found in this folder
+            sys.path.insert(0, here)  # `python -m` does the same, so that `train:main` is found in this folder
     except FileNotFoundError:
         return _fail(ReplicasError(NO_DIRECTORY))
     _show_warnings_as_lines()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a log may have letters that this terminal cannot show
+            stream.reconfigure(errors="replace")  # a log may contain characters that this terminal cannot show
     try:
         code = _call()
         sys.stdout.flush()
     except (OSError, SystemExit) as error:
-        # A full disk below stdout is an error. A closed pipe, as of `| head`, is not. Click and rich turn it into
-        # SystemExit.
+        # A full disk below stdout is an error. A pipe that a reader such as `head` has closed is not. Click and rich
+        # turn that case into SystemExit.
         is_pipe = any(isinstance(each, BrokenPipeError) for each in (error, error.__context__))
         if isinstance(error, SystemExit) and not is_pipe:
             raise
         if not is_pipe:
-            # The stream that cannot be written may be stderr or stdout, so each of the two may fail here again.
+            # Either stdout or stderr cannot be written, so each of these two writes may fail again.
             with contextlib.suppress(OSError):
                 print(f"Error: {error}", file=sys.stderr)
             with contextlib.suppress(OSError):
@@ -179,11 +179,12 @@ def _call() -> int:
     """Call the verb that the command line names."""
     try:
         arguments, argv = _split_argv(sys.argv[1:])
-        if not {*arguments[:1]} & {"launch", "resume", "add"}:  # these verbs may train in this process
+        # these verbs may train in this process, which needs the usual garbage collection
+        if not {*arguments[:1]} & {"launch", "resume", "add"}:
             gc.set_threshold(GC_THRESHOLD)
             # Without `freeze`, the collector visits all imported objects at exit: a fifth of the time of `status`.
             atexit.register(gc.freeze)
-        with waits.report_from_thread():  # a line about a store that does not answer comes after 5 s
+        with waits.report_from_thread():  # after 5 s, print a line if the store does not answer
             returned = command_of(arguments).main(arguments, prog_name="replicas", standalone_mode=False, obj=argv)
     except (KeyboardInterrupt, typer.Abort):
         returned = CANCELLED
@@ -196,7 +197,8 @@ def _call() -> int:
             code = FAILED
         return code
     except Exception as error:
-        if not hasattr(error, "format_message"):  # it is not an error of typer, but a defect: show its traceback
+        # the error is not from typer but a defect of this program, so show its traceback
+        if not hasattr(error, "format_message"):
             raise
         if isinstance(error, UsageProblem):
             return _fail(error, error.format_message())
@@ -209,7 +211,7 @@ def _call() -> int:
 
 
 def _split_argv(arguments: list[str]) -> tuple[list[str], list[str] | None]:
-    """Split the command line of a launch at `--`: behind it are the arguments of the script. None: there is no `--`."""
+    """Split the command line of a launch at `--`. The arguments after it are for the script. None: there is no `--`."""
     if arguments[:1] != ["launch"] or "--" not in arguments:
         return arguments, None
     at = arguments.index("--")
@@ -219,11 +221,11 @@ def _split_argv(arguments: list[str]) -> tuple[list[str], list[str] | None]:
 def _fail(error: Exception, message: str | None = None) -> int:
     text = "\n  ".join([str(error) if message is None else message, *getattr(error, "__notes__", ())])
     if type(error).__name__ == "NoArgsIsHelpError":
-        print(text)  # the text is the help
+        print(text)  # the text of this error is the help
         return USAGE
-    with contextlib.suppress(OSError):  # stderr itself may be on a full disk
+    with contextlib.suppress(OSError):  # stderr may be on a full disk, too
         print(inert(f"Error: {text}"), file=sys.stderr)
-        # The message of a `UsageProblem` has the remedy: a hint at the help would only hide it.
+        # The message of a `UsageProblem` contains the remedy, and a hint at --help would distract from it.
         if (context := getattr(error, "ctx", None)) is not None and not isinstance(error, UsageProblem):
             print(f"Try: {context.command_path} --help", file=sys.stderr)
     json_guard.print_failure({"error": text, "kind": type(error).__name__})

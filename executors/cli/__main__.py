@@ -1,4 +1,4 @@
-"""`python -m executors.cli` is `replicas`."""
+"""Runs the command `replicas` for `python -m executors.cli`."""
 
 import sys
 

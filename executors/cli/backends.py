@@ -36,7 +36,7 @@ def backends(
 
     output, known = Output(as_json), known_backends()
     if name is not None and name not in known:
-        executor_class(name)  # raises for an unknown name; a class of the user is loaded
+        executor_class(name)  # raises an error for an unknown name, and loads a class of the user
         known = {name: name}
     found = [_describe(each, path) for each, path in sorted(known.items()) if name in (None, each)]
     if as_json:
@@ -86,7 +86,7 @@ def _print_backend(output: Output, backend: dict[str, Any]) -> None:
 
 
 def make_executor(backend: str, options: Mapping[str, Any]) -> ServerlessExecutor:
-    """Return the executor of a backend. Options of a wrong type are refused.
+    """Return the executor of a backend. Raise a usage error for options of a wrong type.
 
     Args:
         backend: the name of the backend, or pkg.mod:Class.
@@ -102,7 +102,7 @@ def make_executor(backend: str, options: Mapping[str, Any]) -> ServerlessExecuto
 
 
 def check_options(backend: str, cls: type, options: Mapping[str, Any]) -> None:
-    """Refuse a value whose type the constructor does not declare. `get_executor` checks the names.
+    """Raise a usage error for an option whose value has a wrong type. `get_executor` checks the names.
 
     Args:
         backend: the name of the backend, for the message.
@@ -116,7 +116,7 @@ def check_options(backend: str, cls: type, options: Mapping[str, Any]) -> None:
     for name, value in read_options(cls, options).items():
         if name in parameters and not fits(value, parameters[name].annotation):
             kind = _name_type(parameters[name].annotation)
-            # In a file, 3.10 without quotes is a number, and the same number as 3.1.
+            # In a settings file, 3.10 without quotes is a number, and equals 3.1.
             hint = parameters[name].annotation
             is_unquoted = isinstance(value, bool | int | float) and fits("", hint) and not fits([], hint)
             advice = " Write it in quotes." if is_unquoted else ""

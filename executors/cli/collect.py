@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 OUT = "The folder for results.json, and for the logs and artifacts of each rank. Default: print the results."
 RESULTS = "results.json"
-MAX_NAMED = 8  # artifacts that are listed; the others are counted
+MAX_NAMED = 8  # the number of artifacts that are listed; further ones are only counted
 NAME_ERRORS = (None, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ)
 
 
@@ -69,7 +69,7 @@ def collect(
     artifacts: list[str] = []
     if out is not None:
         try:
-            # `Interrupts` also turns SIGTERM into an exception, so that a half-filled folder is removed.
+            # `Interrupts` also turns SIGTERM into an exception, so that an incomplete folder is removed.
             with Interrupts(), whole_folder(out, found.run_id, last=RESULTS) as folder:
                 skipped = _write(found, document, folder)
                 sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
@@ -128,7 +128,8 @@ def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, A
         for artifact in all_artifacts(view, rank):
             if error := _save(artifact, folder / str(rank) / "artifacts"):
                 problem = (isinstance(error, OSError) and error.strerror) or str(error)
-                # Otherwise the name of the artifact is the problem. Replicas choose names, so it is not an error here.
+                # Otherwise the name of the artifact is the problem. Replicas choose these names, so that does not end
+                # the command.
                 is_unreadable = isinstance(error, StoreError)
                 left = {"rank": rank, "artifact": artifact.name, "problem": problem, "is_unreadable": is_unreadable}
                 skipped.append(left)
@@ -139,11 +140,12 @@ def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, A
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Add the name of a file to an error within the block. Python adds it to errors of opening a file only."""
+    """Add the name of a file to an error within the block. Python adds the name only if opening the file fails."""
     try:
         yield
     except OSError as error:
-        if error.errno is not None:  # without a number it is not an error of the system, and cannot hold a name
+        # an OSError without a number is not from the operating system, and cannot hold a name
+        if error.errno is not None:
             error.filename = error.filename or str(path)
         raise
 
@@ -174,7 +176,7 @@ def _copy_log(run: Run, attempt: Attempt, path: Path) -> str | None:
 
 
 def _pieces(run: Run, attempt: Attempt, problems: list[str]) -> Iterator[bytes]:
-    """Yield a log in pieces, and append read errors to a list: the caller must see errors of writing only."""
+    """Yield a log in pieces, and append read errors to a list, so that the caller sees only errors of writing."""
     from executors.run.run import view_of
     from executors.view.run_logs import whole_log
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from executors.launcher.launch_settings import FoundSettings
 
 GIVEN = f"{__name__}.given"
-NOT_SETTINGS = ("config", "profile", "env", "arg", "option")  # arguments and options have tables of their own
+# these settings have separate tables: arguments and options of the backend
+NOT_SETTINGS = ("config", "profile", "env", "arg", "option")
 TEMPLATE = """\
 # Settings of `replicas launch` in this folder and below. A flag wins over the variable REPLICAS_<FLAG>, the variable
 # wins over a profile, and a profile wins over the settings outside of profiles. `replicas config` prints the settings
@@ -47,9 +48,10 @@ ConfigOption = Annotated[list[Path] | None, Option("--config", metavar="FILE", h
 
 
 def use_settings(command: Any, context: Any, arguments: list[str]) -> None:
-    """Make settings the defaults of the options of `launch`, and keep their origins for `settings_of`.
+    """Use settings from files and the environment as defaults of the options of `launch`. `settings_of` returns their
+    origins.
 
-    If a setting asks for JSON, errors that follow are JSON documents.
+    If a setting asks for JSON, later errors are JSON documents.
 
     Args:
         command: the command of typer.
@@ -62,7 +64,7 @@ def use_settings(command: Any, context: Any, arguments: list[str]) -> None:
     from executors.launcher.launch_settings import read_settings
     from executors.task.arguments import convert
 
-    # The environment alone decides until the files are read. A wrong value is refused when they are.
+    # Until the files are read, only the environment decides about JSON. Wrong values are refused later.
     with contextlib.suppress(ValueError):
         json_guard.as_json = json_guard.as_json or bool(convert(os.environ.get("REPLICAS_JSON") or "false", bool))
     given, _, _ = command.make_parser(context).parse_args(args=list(arguments))
@@ -91,7 +93,7 @@ def settings_of(context: Context) -> FoundSettings:
 
 
 def was_given(context: Context, key: str) -> bool:
-    """Return True if the command line has the flag of a key. A setting of a file does not count."""
+    """Return True if the command line has the flag of a setting. A value from a settings file does not count."""
     return key in context.meta[GIVEN]
 
 
@@ -101,7 +103,7 @@ def origins_of(context: Context, backend: str, *texts: Mapping[str, Any]) -> dic
     Args:
         context: the context of typer.
         backend: the backend, whose options are settings as well.
-        texts: the arguments and the options from flags, by name.
+        texts: the values of --arg and --option on the command line, by name.
     """
     given = {key: flag for key, flag in context.meta[GIVEN].items() if key != "dry-run"}
     for key, name, values in zip(("arg", "option"), ("args", "option"), texts, strict=True):
@@ -127,7 +129,7 @@ def with_origins(context: Context, backend: str) -> Iterator[None]:
 
 
 def keys_of(command: Any) -> dict[str, tuple[str, Any]]:
-    """Return the settings of a command: by key, the parameter of its function and its type.
+    """Return the settings of a command. Each key has the name of the function's parameter, and its type.
 
     Args:
         command: the command of typer. Each of its options is a setting.

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 LOW_DISK_BYTES = 1 << 30
 STYLES = {"ok": "green", "note": "yellow", "wrong": "bold red"}
 PROBE_LIMIT_S = 900.0
-LOG_LIMIT_S = 60.0  # a file system with a cache may take this long to show a file of another machine
+# the longest time in seconds until a file system with a cache shows a file that another machine has written
+LOG_LIMIT_S = 60.0
 WITHOUT_INOTIFY = (
     "Replicas therefore poll their rendezvous, which is slower. On Linux, raise fs.inotify.max_user_instances, or: "
     "pip install inotify_simple"
@@ -43,7 +44,7 @@ class CheckResult:
     Attributes:
         what: the thing that was checked, in one or two words.
         state: `ok`, `note` for advice, or `wrong`.
-        found: the result in words.
+        found: the result as text.
         advice: the remedy. Empty: none is needed.
     """
 
@@ -108,7 +109,7 @@ def _check_machine(is_local: bool) -> Iterator[CheckResult]:
         advice = f"Runs of this user are in {path}. Set XDG_STATE_HOME to a directory that you can write."
         yield check("runs", lambda: _check_store(str(state_dir())), advice)
         yield _check_disk(path)
-    if is_local and CAN_SUPERVISE:  # on other systems no replica runs, so the advice would be useless
+    if is_local and CAN_SUPERVISE:  # replicas do not run on other systems, so the advice would be useless
         yield _check_inotify()
 
 
@@ -132,7 +133,7 @@ def _check_inotify() -> CheckResult:
 def _check_backend(
     name: str, options: Mapping[str, Any], rendezvous: str | None, gpu: str | None, probe: bool
 ) -> Iterator[CheckResult]:
-    """Check a backend. The checks end at a failure that all later checks would repeat."""
+    """Check a backend. Stop at a failure that would make all later checks fail, too."""
     from executors.registry import get_executor
     from executors.store.url import shared_rendezvous
     from executors.task.launch_request import LaunchRequest
@@ -199,7 +200,7 @@ def _check_store(url: str) -> str:
 
 
 def _check_bucket(url: str) -> Iterator[CheckResult]:
-    """Check the settings of a bucket and its credentials. Settings without the right to read them are skipped."""
+    """Check the settings of a bucket and its credentials. Skip settings that these credentials may not read."""
     from executors.store import open_store
     from executors.store.url import remote_access
 
@@ -238,7 +239,7 @@ def _probe(executor: ServerlessExecutor, rendezvous: str | None, gpu: str | None
         run.cancel()
         raise
     _check_log(as_backend(executor), run)
-    started = run.outcomes()[0].started_at or launched  # by the replica's clock
+    started = run.outcomes()[0].started_at or launched  # both times are by the replica's clock
     facts["launch"] = f"{launched - began:.1f} s"
     facts["its worker ran after"] = f"{max(0.0, started - began):.1f} s"
     facts["in all"] = f"{time.time() - began:.1f} s"
@@ -247,7 +248,7 @@ def _probe(executor: ServerlessExecutor, rendezvous: str | None, gpu: str | None
 
 
 def _check_log(backend: Backend, run: Run) -> None:
-    """Check that this machine sees the log of a replica, if its service writes the log to a file.
+    """If the service of a replica writes logs to files, check that this machine can read the log.
 
     Raises:
         BackendError: the log did not appear in time. The message has the remedy.
@@ -265,7 +266,7 @@ def check(what: str, attempt: Callable[[], str], advice: str) -> CheckResult:
 
     Args:
         what: the thing that is checked, in one or two words.
-        attempt: the check. It returns the result in words, or raises.
+        attempt: the function that checks. It returns the result as text, or raises an error.
         advice: the remedy, if the check raises.
 
     Example:

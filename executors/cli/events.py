@@ -16,7 +16,8 @@ STYLES = {
     "ended": "red", "hang_suspected": "yellow", "notice": "yellow", "works_again": "green", "warning": "yellow",
     "cancelled": "yellow", "gave_up": "bold red", "stopped": "bold red", "decided": "cyan",
 }  # fmt: skip
-WITH_FULL_TEXT = ("decided", "works_again", "cancelled", "gave_up", "stopped")  # kinds whose text is a sentence
+# events of these kinds have a complete sentence as text
+WITH_FULL_TEXT = ("decided", "works_again", "cancelled", "gave_up", "stopped")
 
 
 @describe(examples=["replicas events RUN", "replicas events RUN --follow --json"])
@@ -33,7 +34,7 @@ def events(
 
     found = find_run(run, rendezvous, backend, option)
     output, began_at = Output(), view_of(found).record.created_at
-    json_guard.has_document = as_json  # each event is a document of its own, so a failure adds none
+    json_guard.has_document = as_json  # each line is a complete JSON document, so a failure must not add another one
     for event in found.events(follow, note):
         if as_json:
             print(output.line(event.to_json()), flush=follow)

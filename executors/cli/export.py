@@ -21,8 +21,8 @@ TENSORBOARD = "Write event files for TensorBoard: a folder for each rank, and `a
 CSV = "Write a table with one line for each row."
 JSONL = "Write one line of JSON for each row."
 FOLLOW = "Continue until the run has ended. Event files grow, and the other files are written again."
-LEAST_PAUSE_S = 5.0  # replicas write a segment of measurements this often
-SHARE = 0.1  # the largest share of the time that following a run may take
+LEAST_PAUSE_S = 5.0  # the interval, in seconds, at which replicas write measurements
+SHARE = 0.1  # the largest share of the time that is spent on reading while a run is followed
 
 
 @describe(examples=["replicas export RUN --csv run.csv", "replicas export RUN --tensorboard logs --follow"])
@@ -87,7 +87,7 @@ def _export(
         on_progress = stack.enter_context(output.busy(f"{'Following' if follow else 'Reading'} {run.run_id}"))
         for pause_s in view.reader.pauses():
             began = time.monotonic()
-            # The state is read before the rows. Read after them, the last rows of a run could be missed.
+            # Read the state before the rows. In the opposite order, the last rows of a run could be missed.
             is_over = run.status(reports=False).is_terminal
             before, metrics = metrics, read_metrics(view.store, run.run_id, view.record, kept)
             if before is None or len(before) != len(metrics) or is_over:

@@ -73,7 +73,7 @@ PANELS = {
     SETTINGS: ("config", "profile"),
     TESTING: ("dry_run", "chaos"),
 }
-"""The order of the options in the help: the six options of a first launch come first."""
+"""The order of the options in the help. The six options that a first launch needs come first."""
 FROM_NOW = "Default: as before."
 TOTAL_STEPS = "Extend the run to N inner steps. Ranks that have succeeded start again, too."
 TOTAL_ROUNDS = "Extend a run with rounds by the clock to N rounds."
@@ -164,7 +164,8 @@ def launch(
 
                 known = contextlib.nullcontext() if dry_run else preparing(str(request.run_id))
                 with known:
-                    # Reading an entrypoint that imports torch takes a second: without a line it would look stuck.
+                    # Reading an entrypoint that imports torch takes a second. Without this line, the command would seem
+                    # to hang.
                     with output.busy(f"Preparing {request.run_id}"):
                         plan = plan_launch(request, executor_of(backend, make))
                     warn_of_python_words("--arg", plan.request.args or {})
@@ -191,7 +192,10 @@ add_settings(launch, panels=PANELS)
 
 @contextlib.contextmanager
 def _starting(backend: str, text: str, output: Output) -> Iterator[Callable[[str], None]]:
-    """Show the progress of a start within the block. An inline run has none: it prints to the same screen."""
+    """Show the progress of a start within the block.
+
+    An inline run shows no progress, because it prints to the same screen.
+    """
     if backend != "inline":
         with output.busy(text) as on_progress:
             yield on_progress
@@ -214,7 +218,7 @@ def report_cancelled_early(output: Output, said: str = "Cancelled before the rep
 
 
 def _cancel_all(started: Sequence[Run]) -> None:
-    """Cancel the runs that started just before Ctrl-C. The process that would watch them is about to end."""
+    """Cancel the runs that started just before Ctrl-C, because this process ends and cannot watch them."""
     for run in started:
         try:
             run.cancel()
@@ -223,7 +227,7 @@ def _cancel_all(started: Sequence[Run]) -> None:
 
 
 def _start(plan: LaunchPlan, output: Output, started: list[Run]) -> None:
-    """Start a run, and append it to `started` at once, so that a Ctrl-C that follows cancels it."""
+    """Start a run, and append it to `started` at once, so that a later Ctrl-C cancels it."""
     text = f"Starting {plan.request.settings.n} replicas of {plan.run_id}"
     try:
         with _starting(plan.placements.backend_name, text, output) as on_progress:
@@ -234,7 +238,7 @@ def _start(plan: LaunchPlan, output: Output, started: list[Run]) -> None:
 
 
 def default_task() -> str:
-    """Return the entrypoint of a launch that names none: an installed package announces it."""
+    """Return the default entrypoint, for a launch that names none. An installed package announces it."""
     from importlib.metadata import entry_points
 
     found = list(entry_points(group=TASKS, name="default"))
@@ -331,7 +335,7 @@ def resume(
         except KeyboardInterrupt:
             _cancel_all(started)
             return report_cancelled_early(output)
-        # The run was only extended: all its ranks still run.
+        # Nothing was started, because all ranks still run: the run was only extended.
         if resumed is found:
             output.print(f"Extended {found.run_id}. Its replicas continue when they reach their old total.")
             if as_json:
@@ -360,7 +364,7 @@ def _finish(
 
     view = view_of(run)
     name = reference(run)
-    if detach and view.backend != "inline":  # an inline run has ended by now
+    if detach and view.backend != "inline":  # an inline run has already ended
         if output.as_json:
             output.document(Summary(run, run.outcomes(), None).document())
             return 0
@@ -370,7 +374,7 @@ def _finish(
         return 0
     interrupts.count_on(run.run_id)
     with without_unwritable_lines():
-        # Nothing is read from the store before `watch`. The store may be silent, and Ctrl-C would have to wait for it.
+        # Do not read the store before `watch`. If the store does not answer, Ctrl-C would have to wait for it.
         output.print(heading(run, timeout_s, n=view.world_size if is_new else None), "bold")
         lease = _lease_of(view.placements)
         if lease:
@@ -424,7 +428,7 @@ def report_unreadable_run(
         output: the output of the verb.
         error: the error of the store or of the backend.
         backend: the backend of the replicas that this command started.
-        who: these replicas in words, in the plural. Empty: the whole run.
+        who: the name of these replicas in the message, in the plural. Empty: the whole run.
         is_cancelled: True if the user has cancelled the run.
     """
     from executors.cli.summary import reference
@@ -440,7 +444,7 @@ def report_unreadable_run(
     elif words := manager_of(run).end_refused(error):
         then = words
     elif lease and not manager_of(run).is_released and isinstance(error, StoreError):
-        # A replica that cannot read the lease does not end because of it.
+        # A replica does not end if it cannot read the lease, so replicas continue while the store does not answer.
         then = f"{continues} while the store does not answer, and {lease} longer. {ends}"
     elif lease and not manager_of(run).is_released:
         then = f"{continues} for {lease}. To keep it longer, watch it: replicas watch {name}"
@@ -457,5 +461,8 @@ def report_unreadable_run(
 
 
 def _lease_of(backend: Backend) -> str:
-    """Return how long replicas continue when no process watches them, as in "15 min". Empty: they need no process."""
+    """Return as text how long replicas continue when no process watches them, as in "15 min".
+
+    Empty: they need no watching process.
+    """
     return "" if backend.lease_s is None else f"{backend.lease_s / 60:.0f} min"

@@ -41,10 +41,10 @@ from executors.run.waiter import ReadTolerance
 from executors.status import COLUMNS, MAX_DECIDED, MAX_LINE, ReplicaState, RunStatus
 from executors.store.parallel import within
 
-CLOCKS_APART_S = 300.0  # the largest difference that is expected between the wall clocks of two machines
-WAKE_S = 0.5  # the longest wait without a look for signals
+CLOCKS_APART_S = 300.0  # the largest expected difference, in seconds, between the wall clocks of two machines
+WAKE_S = 0.5  # the longest wait, in seconds, before signals are handled
 REQUEST_S = 5.0  # seconds that Ctrl-C waits for the store before it ends local replicas
-MAX_LINES = 200  # lines of output below the table
+MAX_LINES = 200  # the number of lines of output below the table
 SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -55,8 +55,8 @@ class EndedWithoutStore(Exception):
 class Interrupts:
     """Counts Ctrl-C within a `with` block. SIGTERM and a closed terminal count as well.
 
-    Before `count_on` each interrupt raises `KeyboardInterrupt`. After it the first is only counted, and the second ends
-    the process.
+    Before the call of `count_on`, each interrupt raises `KeyboardInterrupt`. After that call, the first interrupt is
+    only counted, and the second ends the process.
 
     Example:
         with Interrupts() as interrupts:
@@ -76,7 +76,8 @@ class Interrupts:
         self._reader, self._writer = wakeup_pipe()
         self._old_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
+            # `nohup` ignores SIGHUP, and that must stay so
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._old[number] = signal.signal(number, self._note)
         return self
 
@@ -108,8 +109,8 @@ class Interrupts:
     def next_event(self) -> str:
         """Wait for the next event, and return it.
 
-        A signal that arrives just before a wait does not end the wait, and its handler runs after it. So each wait is
-        short.
+        A signal that arrives just before a wait does not end the wait, and its handler runs only after the wait. So
+        each wait is short.
         """
         while True:
             with contextlib.suppress(Empty):
@@ -138,20 +139,21 @@ def watch(
     columns: Sequence[str] | None = None,
     tee: Sequence[int] = (),
 ) -> bool:
-    """Show a run until every replica has ended. Return False if the time ended first.
+    """Show a run until every replica has ended. Return False if the time limit was reached first.
 
     Args:
         run: the run.
         output: the output of the verb.
-        interrupts: counts Ctrl-C. The first one cancels the run, and its end is shown. None: Ctrl-C stops watching.
-        interrupt_ends: the replicas that the caller ends at Ctrl-C, in words. Empty: none.
+        interrupts: counts Ctrl-C. The first Ctrl-C cancels the run, and `watch` shows its end. None: Ctrl-C stops
+            watching.
+        interrupt_ends: text that names the replicas that the caller ends at Ctrl-C. Empty: none.
         timeout_s: the longest time, in seconds. None: no limit.
         columns: the names of reported numbers to show besides the usual ones.
         tee: the ranks whose output is shown as well.
 
     Raises:
-        StoreError: the store could not be read for as long as the run is patient.
-        BackendError: the backend could not be asked for as long, or at the first time.
+        StoreError: the store could not be read for as long as `run.patience`.
+        BackendError: the backend did not answer for as long as `run.patience`, or refused the first request.
         EndedWithoutStore: the run was cancelled, and its store does not answer.
         KeyboardInterrupt: Ctrl-C, if `interrupts` is None.
 
@@ -198,8 +200,8 @@ def warn_of_unknown_columns(columns: Sequence[str], status: RunStatus) -> None:
 def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> None:
     """Show a run until its end, and cancel it at the first interrupt.
 
-    One thread reads the run and another cancels it. A read may wait for minutes for a silent store, and replicas that
-    cost money must end meanwhile.
+    One thread reads the run and another cancels it. A read may wait for minutes if the store does not answer, and
+    replicas that cost money must not run that long.
     """
     problems: list[BaseException] = []
     is_cancelling, was_announced = threading.Event(), threading.Event()
@@ -236,7 +238,7 @@ def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> Non
     while not has_looked or (is_cancelling.is_set() and not has_cancelled):
         news = interrupts.next_event()
         has_looked, has_cancelled = has_looked or news == "looked", has_cancelled or news == "cancelled"
-        # An interrupt that came with the last read counts as well: a run that cannot be read can still be cancelled.
+        # Also handle an interrupt that came during the last read: a run that cannot be read can still be cancelled.
         if interrupts.count and not is_cancelling.is_set() and (not has_looked or problems):
             is_requested = not is_of_service and _request_cancel(run)
             view.print_line(
@@ -244,7 +246,7 @@ def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> Non
             )
             is_cancelling.set()
             threading.Thread(target=cancel, args=(is_requested,), name="replicas-cancel", daemon=True).start()
-        # Another read would wait for the silent store.
+        # Do not read again, because the store does not answer.
         if has_cancelled and manager_of(run).canceller.is_store_silent:
             raise EndedWithoutStore
     for error in problems:
@@ -272,7 +274,10 @@ def describe_exit(run: Run) -> str:
 
 
 def _service_of(run: Run) -> Backend | None:
-    """Return the backends of a run if a service runs its jobs. None if not, or if a backend is not installed here."""
+    """Return the backends of a run whose jobs run at a service.
+
+    None: they run here, or a backend is not installed here.
+    """
     view = view_of(run)
     with contextlib.suppress(ReplicasError):
         return view.placements if view.placements.ends_jobs else None
@@ -282,8 +287,8 @@ def _service_of(run: Run) -> Backend | None:
 def _request_cancel(run: Run) -> bool:
     """Write the cancel markers of local replicas. Return True if the store accepted them soon.
 
-    They are written before the line about the cancellation is printed. If a second Ctrl-C ends this process after that
-    line, the supervisor finds a marker and kills the replicas at once.
+    Call this before the line about the cancellation is printed. If a second Ctrl-C ends this process after that line,
+    the supervisor finds a marker and kills the replicas at once.
     """
     with contextlib.suppress(StoreError):
         within(REQUEST_S, manager_of(run).canceller.request, view_of(run).store.url)
@@ -301,7 +306,7 @@ def follow(
     after_each: Callable[[], bool] = lambda: False,
     waits: Waits = process_waits,
 ) -> bool:
-    """Show a run until every replica has ended. Return False if the time ended first.
+    """Show a run until every replica has ended. Return False if the time limit was reached first.
 
     Args:
         run: the run.
@@ -310,11 +315,11 @@ def follow(
         sleep: called with seconds between two reads of the run.
         clock: returns seconds of a monotonic clock.
         after_each: called between two reads. If it returns True, the following reads come quickly.
-        waits: records waits for the store or the backend, for the view to show.
+        waits: records waits for the store or the backend, which the view shows.
 
     Raises:
         StoreError: the store could not be read for as long as `run.patience`.
-        BackendError: the backend could not be asked for as long, or at the first time.
+        BackendError: the backend did not answer for as long as `run.patience`, or refused the first request.
 
     Example:
         follow(run, PlainView(Output(), run), timeout_s=60.0)
@@ -324,7 +329,8 @@ def follow(
 
     def has_ended() -> bool:
         status = run.status()
-        while manager.keep(status.replicas):  # a restart took time, and other replicas may have ended meanwhile
+        # read again, because the restart took time and other replicas may have ended
+        while manager.keep(status.replicas):
             status = run.status()
         view.update(status)
         if status.failed_early and (line := manager.end_early(status, "--fail-fast")):
@@ -338,7 +344,8 @@ def follow(
         try:
             while not is_over():
                 if after_each():
-                    between = pauses(LONGEST_PAUSE_S)  # short pauses, also at a bucket: the user waits for the end
+                    # use short pauses, also for a bucket, because the user waits for the end
+                    between = pauses(LONGEST_PAUSE_S)
                 left_s = end - clock()
                 if left_s <= 0:
                     return False
@@ -373,14 +380,14 @@ class PlainView:
         self._clock = clock
         self._created_at = view_of(run).record.created_at
         self._shown_from = clock() - max(0.0, time.time() - self._created_at)
-        """The moment of the launch, by the clock of this view."""
+        """The time of the launch, by the clock of this view."""
         self._seen: dict[int, ReplicaStatus] = {}
         self._waits: dict[int, str] = {}
-        """By rank, the words on the reason for its wait, from the last update."""
+        """For each rank, the reason for its wait as text, from the last update."""
         self._printed_notes: set[str] = set()
         self._n_decided = 0
         self._standstills: set[str] = set()
-        """The lines on rounds that wait for a damaged object, from the last update."""
+        """The lines about rounds that wait for a damaged object, from the last update."""
         self._progress = ""
         self._progress_at = clock()
 
@@ -401,7 +408,8 @@ class PlainView:
             self._waits[replica.rank] = waits
             if self._seen.get(replica.rank) is not replica.status or has_news:
                 self._seen[replica.rank] = replica.status
-                # A decision was printed already. The progress of an installation would make a line for each rank.
+                # Skip decisions, which were printed already, and the progress of an installation, which would print a
+                # line for each rank.
                 note = "" if replica.restart.decision else self._note(replace(replica, installation=None))
                 changed.setdefault((replica.status, note), []).append(replica.rank)
         for (state, note), ranks in changed.items():
@@ -417,7 +425,10 @@ class PlainView:
         return f"[{name_duration(self._elapsed_s(at)):>6}]"
 
     def _elapsed_s(self, at: float) -> float:
-        """Return the seconds from the launch to a moment, by the wall clock unless it was set since the launch."""
+        """Return the seconds from the launch to a time, by the wall clock.
+
+        If that clock was changed, use the clock of this view.
+        """
         by_wall_s, since_s = at - self._created_at, self._clock() - self._shown_from
         return by_wall_s if 0.0 <= by_wall_s <= since_s + CLOCKS_APART_S else since_s
 
@@ -441,7 +452,7 @@ class PlainView:
         self._print(line, None)
 
     def _note(self, replica: ReplicaState) -> str:
-        """Return the text of a failure the first time, and after that its reason only."""
+        """Return the full text of a failure the first time, and only its reason after that."""
         note = one_line(replica.note)
         reason = replica.outcome and replica.outcome.reason
         return reason if reason and replica.status is ReplicaStatus.FAILED and note in self._printed_notes else note

@@ -41,14 +41,14 @@ STACKS = "Show the stacks of all threads of replicas that hung, instead of their
 RAW = "Keep the parts of lines that progress bars have overwritten."
 
 BAR = re.compile(r"^.*\r(?=[^\r\n])", re.MULTILINE)
-"""The overwritten part of a line, which a terminal does not show: a progress bar writes over it many times."""
+"""Matches the part of a line that a progress bar has overwritten. A terminal does not show that part."""
 
 
 def moment(text: str) -> float:
-    """Return the Unix time of a text: a duration before now, or a date and time of this machine's clock.
+    """Return the Unix time that a text names: a duration before now, or a date and time by this machine's clock.
 
     Raises:
-        ValueError: the text is neither of them.
+        ValueError: the text is neither a duration nor a date.
     """
     try:
         return time.time() - parse_duration(text)
@@ -138,7 +138,8 @@ def logs(
             Output(as_json).document({"run_id": found.run_id, "attempt": attempt, "replicas": rows})
             return FAILED if unread else 0
         asked = rank[0] if rank is not None and len(rank) == 1 else rank
-        shown = colored if sys.stdout.isatty() else str  # a file or a program gets the output without our colors
+        # output that goes to a file or a program gets no colors of this command
+        shown = colored if sys.stdout.isatty() else str
         for text in log_pieces(view, asked, n_lines, follow, which, chosen, note, name_unread):
             sys.stdout.write(shown(text))
             last = text[-1:] or last
@@ -162,7 +163,7 @@ def _show_stacks(run: Run, ranks: Sequence[int], which: Any, output: Output) -> 
     Args:
         run: the run.
         ranks: the ranks.
-        which: the number of an attempt, or "all". None: the newest attempt of each rank that has stacks.
+        which: the attempt: its number, or "all". None: the newest attempt of each rank that has stacks.
         output: the output of the verb.
     """
     from executors.cli.output import one_line

@@ -1,4 +1,4 @@
-"""The words for mistakes in the command line that typer finds: an unknown option, a missing value, a wrong number."""
+"""Explains mistakes in the command line that typer finds: an unknown option, a missing value, a wrong number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONFUSED = {
     "--arg": "A run keeps the arguments of its launch.",
     "-o": "An option of the backend is --option; -o is the folder of `replicas collect`.",
 }
-"""Advice on options that users confuse with another one, for verbs that do not have them."""
+"""Advice for options that the verb does not have, and that users confuse with another option."""
 TYPES = {"int": "a whole number", "float": "a number"}
 NOT_OF_TYPE = re.compile(r"'(?P<value>.*)' is not a valid (?P<type>int|float)\.?", re.DOTALL)
 NOT_IN_RANGE = re.compile(r"(?P<value>\S+) is not in the range x>=(?P<least>\S+?)\.")

@@ -116,7 +116,7 @@ def parse_path(text: str) -> Path:
 
 
 def setting_option(name: str, help: str, panel: str = "") -> Any:
-    """Return the option of a verb that gives a setting, with the flags, the metavar and the parser of its declaration.
+    """Return an option for a declared setting, with the flags, the metavar and the parser of the declaration.
 
     Args:
         name: the setting, a field of `Settings`.
@@ -135,7 +135,8 @@ def setting_option(name: str, help: str, panel: str = "") -> Any:
 
 
 def add_settings(verb: Callable[..., Any], *, panels: Mapping[str, Sequence[str]]) -> None:
-    """Give a verb that takes `**settings` an option for each declared setting, and put all its options into panels.
+    """Add an option for each declared setting to a verb that takes `**settings`, and put all options of the verb into
+    panels.
 
     Args:
         verb: the function.
@@ -172,7 +173,7 @@ def add_settings(verb: Callable[..., Any], *, panels: Mapping[str, Sequence[str]
 
 
 def _in_panel(parameter: inspect.Parameter, panel: str) -> inspect.Parameter:
-    """Return a parameter with its option in another panel. Verbs share their options, so this one is copied."""
+    """Return a parameter with its option in another panel. Verbs share their options, so the option is copied first."""
     hint, option, *more = get_args(parameter.annotation)
     option = copy.copy(option)
     option.rich_help_panel = panel
@@ -216,11 +217,11 @@ def find_run(
 ) -> Run:
     """Return the run that a user names.
 
-    Options are added to the launch's options, if this machine recorded the launch's options or trusts a record of them.
+    Options are added to the options of the launch, if this machine has recorded them or trusts the record.
 
     Args:
         run: the id of the run, or URL/RUN_ID.
-        rendezvous: the directory or URL of the run. None: the one of `run`, or the default of this machine.
+        rendezvous: the directory or URL of the run. None: the rendezvous in `run`, or the default of this machine.
         backend: the backend of the run. None: as recorded.
         option: `K=V` texts. Without `backend` each names its backend, as in `slurm.partition=gpu`.
         volume: `NAME:PATH` texts, for `backend` only.
@@ -242,7 +243,7 @@ def find_run(
         for name, given in by_backend.items():
             known: Mapping[str, Any] = {}
             check_options(name, executor_class(name), given)
-            # Options of a record that this machine does not trust are left out: only the given ones remain.
+            # Ignore recorded options that this machine does not trust. Only the options on the command line remain.
             with contextlib.suppress(BackendError):
                 known = view_of(found).placements.options_of(name)
             executors.append(get_executor(name, {**known, **given}))
@@ -250,7 +251,7 @@ def find_run(
 
 
 def _options_by_name(option: Sequence[str] | None) -> dict[str, dict[str, Any]]:
-    """Return the options by backend, from texts that name the backend: `slurm.partition=gpu`."""
+    """Return options by backend, from texts such as `slurm.partition=gpu`."""
     found: dict[str, dict[str, Any]] = {}
     for key, value in parse_values("--option", option).items():
         backend, _, name = key.rpartition(".")
@@ -273,7 +274,7 @@ def parse_values(option: str, texts: Sequence[str] | None) -> dict[str, Any]:
 
 
 def warn_of_python_words(option: str, values: Mapping[str, Any]) -> None:
-    """Print a note on stderr for each value that is a string and looks like a constant of Python."""
+    """Print a note on stderr for each value that is a string but looks like a Python constant."""
     for name, value in values.items():
         if isinstance(value, str) and value in PYTHON_CONSTANTS:
             note(f"{option} {name}={value} is a string. For the constant, write {name}={PYTHON_CONSTANTS[value]}.")

@@ -1,4 +1,4 @@
-"""The output of the command: text and JSON documents, notes, usage errors, and the numbers of the exit codes."""
+"""Prints the output of the command: text, JSON documents, notes and usage errors. It also defines the exit codes."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ WRONG_PATH = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP, errno.ENOTEMPTY),
 )
-"""The errors that another path, or more rights to the path, would avoid."""
+"""The errors that the user can avoid with another path, or with more rights to the path."""
 UNUSUAL = re.compile(r"[^\n -~]")
-PROGRESS_EVERY_S = 10.0  # seconds between two plain lines of progress
-QUIET_S = 2.0  # a launch that starts within this time prints no line before
-WIDE = 10_000  # characters; the input of another program is never cut
+PROGRESS_EVERY_S = 10.0  # the interval, in seconds, of plain lines of progress
+QUIET_S = 2.0  # seconds; a launch that starts faster prints no line of progress
+WIDE = 10_000  # characters of a line on a terminal; output for another program is never cut
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document. Progress goes to stderr.")]
 
@@ -50,7 +50,7 @@ class JsonGuard:
     has_document = False
 
     def begin(self, *, as_json: bool) -> None:
-        """Begin a call, and forget the one before: tests make several calls in one process.
+        """Begin a call, and forget the previous one, because tests make several calls in one process.
 
         Args:
             as_json: True if the call must print a JSON document.
@@ -123,7 +123,7 @@ class Output:
             text: the line.
 
         Yields:
-            A function that takes a few words on the progress, which the line then shows.
+            A function that takes a few words about the progress, which the line then shows.
         """
         if self.is_live:
             from rich.progress import Progress, SpinnerColumn, TextColumn
@@ -181,7 +181,7 @@ class Output:
 
 
 class _LossyStream:
-    """A stream that drops text after an error of writing. A closed pipe still raises."""
+    """A stream that drops text after an error of writing. A closed pipe still raises its error."""
 
     def __init__(self, stream: TextIO, on_error: Callable[[OSError], None]) -> None:
         self._stream = stream
@@ -210,8 +210,8 @@ class _LossyStream:
 def without_unwritable_lines() -> Iterator[None]:
     """Drop lines that cannot be written within the block, as on a full disk.
 
-    Some runs end with the process that watches them, so a full disk below its log must not end that process. One note
-    on stderr reports it. Writes after the block fail as usual.
+    Some runs end with the process that watches them. So that process must not end because its log is on a full disk.
+    One note on stderr reports the loss. Writes after the block fail as usual.
     """
     errors: list[OSError] = []
 
@@ -235,7 +235,8 @@ def note(text: str) -> None:
 
 
 def finite(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a document in which null replaces each number that JSON does not have. Its `notes` name the places.
+    """Return a document in which null replaces each number that JSON cannot represent. Its field `notes` names the
+    places.
 
     Args:
         document: the document.
@@ -260,7 +261,7 @@ def _finite(value: Any, place: str, notes: list[str]) -> Any:
 
 
 def strict_json(value: Any, *, indent: int | None = 1, encoding: str | None = None) -> str:
-    """Return JSON that every parser accepts. Letters are written unchanged if the encoding has all of them.
+    """Return JSON that every parser accepts. Characters are written unchanged if the encoding has all of them.
 
     Args:
         value: the value.
@@ -281,7 +282,7 @@ def strict_json(value: Any, *, indent: int | None = 1, encoding: str | None = No
 
 
 def name_limit(timeout_s: float | None) -> str:
-    """Return a time limit in words: `no time limit`, `time limit 1:30`.
+    """Return a time limit as text: `no time limit` or `time limit 1:30`.
 
     Args:
         timeout_s: the limit in seconds. None: no limit.
@@ -301,7 +302,7 @@ class UsageProblem(typer.BadParameter):
 
 
 def refuse(error: Exception | str) -> NoReturn:
-    """End the command with a usage error: `Error: …` on stderr and exit code 2.
+    """End the command with a usage error: print `Error: …` on stderr, and exit with code 2.
 
     Args:
         error: the message, or the error that has it.
@@ -320,7 +321,7 @@ def raise_write_error(path: Path | str, error: OSError) -> NoReturn:
         error: the error of the system.
 
     Raises:
-        UsageProblem: another path would work. The exit code is 2.
+        UsageProblem: the path is the problem, and another one would work. The exit code is 2.
         OSError: the machine has a problem, such as a full disk. The exit code is 1.
     """
     text = f"Cannot write to {str(path)!r}: {error.strerror}."
@@ -334,7 +335,8 @@ def usage_errors() -> Iterator[None]:
     """Turn an error about a wrong argument within the block into a usage error."""
     try:
         yield
-    except ReplicasError:  # some are a TypeError or ImportError as well; `main` prints them with their own kind
+    # some of these errors are also a TypeError or ImportError; `main` prints them as what they are
+    except ReplicasError:
         raise
     except (ValueError, TypeError, ImportError) as error:
         problem = UsageProblem(str(error))

@@ -25,17 +25,20 @@ COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 RATE = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([kMGT]?)(i?)(B|bit|b)?(/s|ps)?", re.IGNORECASE)
 POWERS = ("", "k", "m", "g", "t")
 SECONDS = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(us|ms|s)?")
-SLOWEST = 1000.0  # bytes a second; a smaller number is one without its unit
+SLOWEST = 1000.0  # bytes a second; a user who gives a smaller number has probably forgotten the unit
 UNITS_S = {None: 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 ASSUMED_NEAR, ASSUMED_FAR = (1e9, 1e9, 0.001), (100e6, 100e6, 0.05)
-"""Assumed bytes a second up and down, and seconds per request. Replicas share the speed of a disk, not of a bucket."""
-GPU_COPY = 160e9  # bytes a second that a small GPU copies in its memory; other GPUs copy more
-DEFAULT_OUTER = (0.7, 0.9)
-"""The outer learning rate and momentum of `DiLoCo` without arguments, and so without `total_steps`.
+"""Assumed speeds of stores: bytes a second up and down, and seconds per request.
 
-The printed call has no `total_steps`. So it names the numbers that are the default of short plans only.
+Replicas share the speed of a disk, but not of a bucket.
 """
-STEPS_SHOWN = 1000  # without --steps, sums are for this number of steps
+GPU_COPY = 160e9  # bytes a second that a small GPU copies in its memory; other GPUs are faster
+DEFAULT_OUTER = (0.7, 0.9)
+"""The outer learning rate and momentum that `DiLoCo` uses without these arguments and without `total_steps`.
+
+The printed call has no `total_steps`. So it must name values that are the default only for short plans.
+"""
+STEPS_SHOWN = 1000  # the number of steps for the sums if --steps is not given
 
 PARAMS = "The number of trained parameters, as in 1.3e9, 100M or 7B."
 STEP = "Duration of one inner step, as in 0.9, 900ms or 2m."
@@ -177,7 +180,7 @@ def plan(
         found = planner.choose(job, wires=planner.WIRES if wire is None else (wire,), mean_wire=mean_wire, **fixed)
         free = None
         if found.late_s:
-            with contextlib.suppress(ValueError):  # a very short run has no plan with the usual lengths of rounds
+            with contextlib.suppress(ValueError):  # a very short run does not fit the usual lengths of rounds
                 free = planner.choose(job)
     prices = None
     if place.kind in planner.PRICES or price is not None:
@@ -234,7 +237,7 @@ class _StoreTraits:
 def _link(
     output: Output, url: str | None, n: int, probe: bool, up: float | None, down: float | None, latency: float | None
 ) -> tuple[MeasuredLink, str]:
-    """Return the link and the processor of one replica, and the source of these numbers in a word."""
+    """Return the link and the processor of one replica, and a word for the source of these numbers."""
     values: dict[str, Any] = {"up": up, "down": down, "latency_s": latency}
     given = {name: value for name, value in values.items() if value is not None}
     if url is None and (up is None or down is None):
@@ -268,7 +271,7 @@ def _probe(output: Output, url: str, n: int) -> MeasuredLink:
 
 
 def _short(count: float) -> str:
-    """Write a large number in short: `1.3 B`, `100 M`, `137,216`."""
+    """Return a large number in short form: `1.3 B`, `100 M`, `137,216`."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if count >= size:
             return f"{count / size:.4g} {unit}"
@@ -293,7 +296,7 @@ def _settings(plan: Any, *, by_clock: bool = False) -> str:
 
 
 def _span(seconds: float) -> str:
-    """Write seconds in short: `14.3 s`, `3.2 ms`."""
+    """Return seconds in short form: `14.3 s`, `3.2 ms`."""
     return f"{seconds:.1f} s" if seconds >= 0.95 else f"{seconds * 1e3:.3g} ms"
 
 
@@ -314,7 +317,7 @@ def _lines(plan: Any) -> list[str]:
 
 
 def _sums(plan: Any, sums: Mapping[str, Any], place: _StoreTraits) -> str:
-    """Return a line on the bytes that are moved, and on their costs."""
+    """Return a line about the bytes that are moved, and their costs."""
     moved = f"{name_size(plan.up)} up, {name_size(plan.down)} down"
     over = f"{STEPS_SHOWN} steps" if plan.rounds is None else f"{plan.rounds} rounds"
     line = f"per replica and {plan.choice.inner_steps} steps: {moved}; {over}: {name_size(sums['bytes'])} in all"
@@ -337,7 +340,7 @@ def _advice(plan: Any, free: Any, source: str) -> list[str]:
 
     Args:
         plan: the plan.
-        free: the plan without the user's fixed settings. None: no step waits.
+        free: the best plan without the user's fixed settings. None: it is not needed, because no step waits.
         source: the source of the numbers of the link.
     """
     lines = []

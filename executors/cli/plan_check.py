@@ -1,4 +1,4 @@
-"""The measured links of this machine to stores, and the comparison of the rounds of a run with the plan."""
+"""Stores the measured links of this machine to stores, and compares the rounds of a run with the plan."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from executors.run.run import Run
 
 PLANNERS = "replicas.planner"  # the group of entry points that names the planner of rounds
-LINKS = ".links"  # no run id begins with a dot
+LINKS = ".links"  # a run id never begins with a dot, so this key is free
 RATE = number(1e-3, 1e15)
 PARTS = ("encode", "accumulate", "decode", "step")
 MEASURED_RANKS = 4
-LAST_ROUNDS = 20  # of each of these ranks
+LAST_ROUNDS = 20  # the number of newest rounds of each rank that are compared
 
 
 def rates_of(value: Any) -> dict[str, float]:
-    """Return bytes a second by the part of the work, from a record.
+    """Read the speeds in a record: bytes a second for each part of the work.
 
     Args:
         value: the value in the record.
@@ -63,7 +63,7 @@ class MeasuredLink(Record):
     down: float = checked(RATE)
     latency_s: float = checked(number(0.0, 1e5))
     processor: Mapping[str, float] = checked(rates_of, {})
-    """Bytes a second that an idle processor works through, by the part of the work that was measured."""
+    """The speed of an idle processor in bytes a second, for each part of the work that was measured."""
 
     def shared_by(self, n: int) -> MeasuredLink:
         """Return the link of one of n replicas.
@@ -79,7 +79,8 @@ class MeasuredLink(Record):
 
 
 def load_planner(name: str = "default") -> Any:
-    """Return the planner of rounds. An installed package announces it, because executors know nothing of training.
+    """Return the planner of rounds. An installed package announces it, because `executors` knows nothing about
+    training.
 
     Args:
         name: "default" for the module with the planner, "processor" for the function that measures this machine.
@@ -115,7 +116,7 @@ def find_link(url: str, n: int) -> MeasuredLink | None:
     """
     try:
         found = find_record(local_store(), link_key(url), MeasuredLink.parse)
-    except StoreError:  # another version wrote the record, or it is half a file
+    except StoreError:  # another version wrote the record, or the file is incomplete
         return None
     return None if found is None else found.shared_by(n)
 
@@ -131,7 +132,9 @@ def link_key(url: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanComparison:
-    """The duration of the rounds of a run, and the planned duration of the same rounds at the measured link."""
+    """The duration of a run's rounds, and the duration that the planner computes for the same rounds and the measured
+    link.
+    """
 
     round_s: float
     planned_s: float
@@ -180,7 +183,8 @@ def compare_with_plan(run: Run) -> PlanComparison | None:
         planned = [
             planner.cost_of_round(row.elements, n, row.wire, row.mean_wire, way, processor).seconds for row in rounds
         ]
-    except (ReplicasError, ValueError, TypeError):  # an unknown wire of another version, or an unreadable segment
+    # the wire is from another version, or a segment of measurements cannot be read
+    except (ReplicasError, ValueError, TypeError):
         return None
     took = [row.busy_s for row in rounds if row.busy_s]
     return PlanComparison(round_s=statistics.median(took), planned_s=statistics.median(planned), link=link)
@@ -194,7 +198,7 @@ def _measured(inventory: Inventory) -> list[tuple[int, int]]:
 
 
 def describe_link(link: Any) -> str:
-    """Write a link in short: `48 ms, 210 MB/s up, 260 MB/s down`.
+    """Return a link in short form: `48 ms, 210 MB/s up, 260 MB/s down`.
 
     Args:
         link: an object with `latency_s`, `up` and `down`.

@@ -1,4 +1,4 @@
-"""The verbs `ls`, `status`, `wait`, `cancel` and `rm`, for runs that were launched before."""
+"""The verbs `ls`, `status`, `wait`, `cancel` and `rm`, for runs that were launched earlier."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ from executors.task.entrypoint import shown
 if TYPE_CHECKING:
     from executors.run.run import Run
 
-FIND_S = 10.0  # seconds that `cancel` waits for a store, twice at most, before it asks the service alone
-SILENT_S = 60.0  # a spare that stands by writes a heartbeat every 10 s
+FIND_S = 10.0  # seconds that `cancel` waits for the store, at most twice, before it asks only the service
+SILENT_S = 60.0  # seconds; a spare writes a heartbeat every 10 s, so a much older one means that it does not answer
 SLOW = 1.5  # rounds that take this many times the plan are shown in yellow
 BEING_REMOVED = "being removed"
 CHECK = "Print only the ranks that may hang, wait for a restart or were given up. Exit code 1 if there are any."
@@ -81,7 +81,8 @@ def ls(
     n_runs = len(runs)
     n_rows = min(last, n_runs) if last > 0 else n_runs
     del runs[: n_runs - n_rows]
-    # Each run is dropped after its row: it holds everything that was read of it, and thousands would fill the memory.
+    # Drop each run after its row is printed. A run caches all records that were read, and thousands of runs would fill
+    # the memory.
     rows = [_row_of(runs.pop(0)) for _ in range(n_rows)]
     if as_json:
         output.document(rows)
@@ -110,18 +111,21 @@ def ls(
 
 
 def _row_of(run: Run) -> dict[str, Any]:
-    """Return the row of a run in the list. A run that cannot be read has a status and a problem, and raises nothing."""
+    """Return the row of a run in the list.
+
+    If the run cannot be read, the row has the problem, and no error is raised.
+    """
     from executors.run.run import view_of
 
     view = view_of(run)
     row: dict[str, Any] = {"run_id": run.run_id, "url": run.url, "backend": "", "world_size": 0, "n": 0}
     row |= {"entrypoint": "", "created_at": 0.0, "problem": None}
-    row["status"] = "unreadable"  # holds if a power failure left half a record, or another program wrote it
+    row["status"] = "unreadable"  # happens if a power failure left half a record, or another program wrote the record
     try:
         record = view.record
         n = record.world_size
         row |= {"backend": record.backend, "world_size": n, "n": n, "entrypoint": record.entrypoint}
-        # Holds if the backend is not installed on this machine, or its store does not answer.
+        # Happens if the backend is not installed on this machine, or the store does not answer.
         row |= {"created_at": record.created_at, "status": "unknown"}
         view.check_not_removed()
         now = run.status()
@@ -174,7 +178,8 @@ def status(
         return 0
     except RunNotFoundError:
         named = run.rstrip("/")
-        # Another rendezvous may have another run of the same id, so this machine's preparations do not count there.
+        # The records of a launch on this machine are for the default rendezvous. Another rendezvous may have another
+        # run with the same id.
         is_elsewhere = rendezvous is not None or "/" in named
         if is_elsewhere or (preparation := find_preparation(named)) is None:
             raise
@@ -184,12 +189,12 @@ def status(
     refusal: BackendError | None = None
     try:
         now = found.status()
-    except BackendError as error:  # the records of the store are better than no answer
+    except BackendError as error:  # show the states in the store, which are better than no answer
         now, refusal = view.recorded_status(), error
     record = view.record
     outcomes = [replica.outcome for replica in now.replicas if replica.outcome is not None]
     summary = Summary(found, outcomes, code_of(found, outcomes) if now.is_terminal else None)
-    # By rank and not by position: joined replicas have no handle, and ranks may have been added in the meantime.
+    # Look up handles by rank and not by position: joined replicas have no handle, and ranks may have been added since.
     handles = {each.rank: each for each in found.handles if each is not None} if as_json or verbose else {}
     attention = wants_attention(now, view.reader.inventory, view.newest_attempt) if as_json or check else {}
     if check and not as_json:
@@ -241,27 +246,27 @@ def status(
 
 
 def _describe_spares(run: Run) -> list[str]:
-    """Return a line on the state of each spare."""
+    """Return a line about the state of each spare."""
     from executors.run.run import view_of
 
     view = view_of(run)
     if not view.record.settings.spares:
         return []
-    # One list of keys replaces a read for each record that may not exist.
+    # One listing of keys is cheaper than a read for each record that may not exist.
     left = {entry.key for entry in view.store.list(f"{run.run_id}/spares/")}
     spares = [Attempt(view.store, run.run_id, number, is_spare=True) for number in range(view.record.settings.spares)]
     return at_store(view.store, lambda spare: _describe_spare(spare, left), spares)
 
 
 def _describe_spare(spare: Attempt, left: Collection[str]) -> str:
-    """Return a line on the state of a spare.
+    """Return a line about the state of a spare.
 
     Args:
         spare: the attempt of the spare.
         left: the keys that exist. Only these records are read.
     """
     try:
-        # In a signed run, digits follow the name of the record.
+        # In a signed run, hexadecimal digits follow the name of the record.
         has_ended = any(key.startswith(spare.key("outcome")) for key in left)
         end = spare.outcome() if has_ended else None
         beat = spare.beat() if end is None and spare.key(HEARTBEAT) in left else None
@@ -331,7 +336,8 @@ def cancel(
     output = Output(as_json)
     problems: list[BackendError] = []
     try:
-        # A silent store gets a few seconds. Then the jobs are ended from this machine's notes and the service's list.
+        # Wait a few seconds for a store that does not answer. Then end the jobs by this machine's records and the
+        # service's list of jobs.
         found = within(FIND_S, lambda: find_run(run, rendezvous, backend, option), where_is(run, rendezvous))
         view = view_of(found)
         with _collect_errors(problems):
@@ -386,7 +392,7 @@ def cancel(
 
 @contextlib.contextmanager
 def _collect_errors(problems: list[BackendError]) -> Iterator[None]:
-    """Append the error of a backend to a list and continue: a cancel also works through the store."""
+    """Append the error of a backend to a list and continue, because a run can also be cancelled through its store."""
     try:
         yield
     except BackendError as error:
@@ -394,7 +400,10 @@ def _collect_errors(problems: list[BackendError]) -> Iterator[None]:
 
 
 def _hint_on_running_jobs(run: str, error: Exception) -> str:
-    """Return how to end the jobs of a run whose store does not answer. Empty if this machine knows of no jobs."""
+    """Return advice on how to end the jobs of a run whose store does not answer.
+
+    Empty if this machine knows of no jobs.
+    """
     from executors.run.job_notes import noted_jobs
 
     name = run.rstrip("/").rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""The summary of a run in words and as JSON, and the choice of the exit code: 0, 1, 93, 124 or 130."""
+"""Prints the summary of a run as text or JSON, and chooses the exit code: 0, 1, 93, 124 or 130."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from executors.view.run_model import has_model
 K = TypeVar("K")
 V = TypeVar("V")
 UNPROVEN = "unproven: made without the key of this signed run, or this machine does not have the key"
-MAX_LINES = 8  # failures or results that are listed; the others are counted
-MAX_WARNINGS = 200  # warnings in one document; `replicas events RUN --json` prints all
+MAX_LINES = 8  # the number of failures or results that are listed; further ones are only counted
+MAX_WARNINGS = 200  # the number of warnings in one document; `replicas events RUN --json` prints all
 
 
 def heading(run: Run, timeout_s: float | None = None, *, n: int | None = None) -> str:
@@ -54,7 +54,7 @@ def heading(run: Run, timeout_s: float | None = None, *, n: int | None = None) -
     limit_s = view.record.settings.timeout if timeout_s is None else timeout_s
     partitions = " but the partition's" * (limit_s is None and view.backend == "slurm")
     limit = f", {name_limit(limit_s)}{partitions}"
-    if len(view.record.placements) > 1 and timeout_s is None:  # each backend has a limit of its own
+    if len(view.record.placements) > 1 and timeout_s is None:  # each backend has its own limit
         limit = ""
     chaos = "".join(f", chaos {one_line(spec)}" for spec in view.record.settings.chaos)
     signed = f", signed (key {view.record.key_id})" * view.record.settings.signed
@@ -97,7 +97,7 @@ def exit_code(
     n_done = sum(outcome.status is ReplicaStatus.SUCCEEDED for outcome in outcomes)
     if enough is not None and n_done >= enough and not interrupted:
         return 0
-    if enough is None:  # with `enough`, a rank that a user has cancelled is one of the ranks that may be missing
+    if enough is None:  # with `enough`, a rank that a user has cancelled counts as one that may be missing
         outcomes = counted(decisions, outcomes)
     cancelled = [outcome for outcome in outcomes if outcome.status is ReplicaStatus.CANCELLED]
     if interrupted or not all(FAILED_EARLY in (end.error or "") or was_stopped(decisions, end) for end in cancelled):
@@ -158,7 +158,7 @@ class Summary:
     warnings: Sequence[FoundWarning] = ()
     """The warnings of all attempts, the oldest first."""
     standstills: Sequence[str] = ()
-    """One line for each round that waits for a damaged object, or waited for it when its replica ended."""
+    """One line for each round that waits for a damaged object, or that waited for one when its replica ended."""
 
     @classmethod
     def of(cls, run: Run, *, in_time: bool = True, interrupted: bool = False) -> Summary:
@@ -166,7 +166,7 @@ class Summary:
 
         Args:
             run: the run.
-            in_time: False if the watch ended before the run.
+            in_time: False if the time limit of watching was reached before the run ended.
             interrupted: True if Ctrl-C ended the run.
         """
         view = view_of(run)
@@ -175,7 +175,7 @@ class Summary:
         if all(outcome.status.is_terminal for outcome in outcomes) or not view.record.settings.signed:
             counts = [(outcome.warned, True) for outcome in outcomes]
             standstills = standstill_lines(counts, run.run_id, view.store.url)
-        else:  # a signed run has them in its heartbeats until its replicas end
+        else:  # heartbeats of a signed run contain standstills until the replicas end
             standstills = run.status().standstills
         return cls(run, outcomes, code, run.warnings(note), standstills)
 
@@ -245,7 +245,10 @@ class Summary:
         return self.code or 0
 
     def _removed(self) -> str:
-        """Return a line on the ranks that a user cancelled one by one. Empty if there are none, or if they count."""
+        """Return a line about ranks that a user cancelled with --rank.
+
+        Empty if there are none, or if they count as failures.
+        """
         view = view_of(self.run)
         if view.record.settings.min_replicas is not None:
             return ""
@@ -260,7 +263,7 @@ class Summary:
             output.print(f"Get the model: replicas model {reference(self.run)} --out model.safetensors", "dim")
 
     def _others(self) -> str:
-        """Return a line on the ranks that did not succeed."""
+        """Return a line about the ranks that did not succeed."""
         others = ((str(end.status), end.rank) for end in self.outcomes if end.status is not ReplicaStatus.SUCCEEDED)
         return " The others: " + ", ".join(f"{name_ranks(ranks)} {status}" for status, ranks in _by_key(others)) + "."
 
@@ -283,7 +286,7 @@ class Summary:
             output.print(one_line(line, MAX_LINE), "red", wrap=True)
 
     def print_warnings(self, output: Output) -> None:
-        """Print one line on the warnings of the run, if it has any."""
+        """Print one line about the warnings of the run, if it has any."""
         if self.warnings:
             output.print()
             line = describe_warnings(self.warnings, len(self.warnings), reference(self.run))

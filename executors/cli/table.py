@@ -12,7 +12,7 @@ from executors.cli.output import name_duration, one_line
 from executors.protocol import ReplicaStatus
 from executors.status import COLUMNS, HEADINGS, STEPS_PER_S, ReplicaState, RunStatus
 
-STYLES = {  # a short table shows the first of these states first
+STYLES = {  # states in the order in which a short table shows their replicas
     ReplicaStatus.FAILED: "bold red",
     ReplicaStatus.RUNNING: "cyan",
     ReplicaStatus.CANCELLED: "yellow",
@@ -30,11 +30,11 @@ WIDTHS = {
     STEPS_PER_S: 7,
     "left": 7,
 }
-"""The least widths of columns, in characters. With them, columns do not move when numbers grow."""
+"""The least widths of columns, in characters. They keep columns in place when numbers get more digits."""
 GAP = 2
 NOTE_WIDTH = 20  # the least width of the column `note`, in characters
-MAX_HEADING = 20  # characters of the name of a reported number
-LINES_AROUND = 5  # lines around the rows: title, head, count of hidden rows, hint, and the shell's prompt
+MAX_HEADING = 20  # the longest name of a reported number, in characters
+LINES_AROUND = 5  # the number of lines around the rows: title, head, count of hidden rows, hint, and the shell's prompt
 
 
 def plain_table(*columns: str, right: Collection[str], gives_way: str) -> Table:
@@ -43,7 +43,7 @@ def plain_table(*columns: str, right: Collection[str], gives_way: str) -> Table:
     Args:
         columns: the names of the columns.
         right: the columns with numbers, which are aligned to the right.
-        gives_way: the column that is cut on a narrow terminal.
+        gives_way: the column that becomes narrower on a narrow terminal.
 
     Example:
         plain_table("run", "age", right=("age",), gives_way="run")
@@ -64,7 +64,7 @@ def _heading(column: str) -> str:
 
 
 def cut(text: str) -> Text:
-    """Return a cell of one line, which is cut at the end of its column.
+    """Return a table cell of one line. Text that does not fit into the column is cut.
 
     Args:
         text: the text of the cell.
@@ -99,8 +99,9 @@ def replica_table(
 
     Args:
         status: the state of the run.
-        max_rows: the largest number of rows. Failed and running replicas come first, the others are counted. None: all.
-        width: the width of the terminal, in characters. On a narrow one, the least important numbers are left out.
+        max_rows: the largest number of rows. Failed and running replicas come first, and further ones are only counted.
+            None: all.
+        width: the width of the terminal, in characters. On a narrow terminal, the least important numbers are omitted.
         more: the names of reported numbers to show besides the usual ones. None: the first three.
         brief: True to show only the reason of each failure, if the full text is printed elsewhere. False: the full
             text of each different failure is shown once.
@@ -124,7 +125,8 @@ def replica_table(
 
 
 def _fitting_columns(columns: list[str], shown: Sequence[ReplicaState], width: int, wanted: Sequence[str]) -> list[str]:
-    """Return the columns that fit. The rate goes first, then the time in rounds, then the last reported numbers.
+    """Return the columns that fit. The first column to be omitted is the rate, then the time in rounds, then the last
+    reported numbers.
 
     Args:
         columns: the names of all columns.

@@ -13,7 +13,7 @@ from executors.status import name_ranks
 from executors.view.run_logs import LineFilter, log_pieces
 from executors.view.run_view import RunView
 
-END_S = 5.0  # the last lines of a service come late; the log of the service has them
+END_S = 5.0  # seconds to wait for the last lines, which services deliver late; the log of the service also has them
 
 
 class Tee:
@@ -30,7 +30,7 @@ class Tee:
 
     def __init__(self, run: Run, ranks: Sequence[int], show: Callable[[str], None]) -> None:
         shared = view_of(run)
-        # A view of its own: this thread reads while another one reads through the run's view.
+        # Use a separate view, because another thread reads through the run's view at the same time.
         handles = shared.handles[: shared.world_size]
         self._view = RunView(shared.store, shared.run_id, executor=shared.executor, handles=handles)
         self._ranks = ranks
@@ -42,7 +42,7 @@ class Tee:
         try:
             chosen = LineFilter(clean=without_bars)
             for line in log_pieces(self._view, self._ranks, WHOLE, True, "all", chosen, note=lambda words: None):
-                if not line.endswith(begins(0)):  # the begin of a first attempt needs no line
+                if not line.endswith(begins(0)):  # the first attempt of a rank needs no line about its beginning
                     self._show(line.rstrip("\n"))
         except ReplicasError as error:
             self._show(f"The output of {name_ranks(self._ranks)} cannot be shown any more: {error}")

@@ -1,4 +1,4 @@
-"""How the help of the command looks: options in panels, then examples, then the exit codes as a list.
+"""Formats the help of the command: options in panels, then examples, then the exit codes as a list.
 
 Typer prints the panels. This file adds what Typer lacks: examples that stay on one line each, so that users can copy
 them, and the list of exit codes at the end.
@@ -33,7 +33,7 @@ EXIT_CODES: Mapping[int, str] = {
 
 
 def describe(*, examples: Sequence[str] = (), exit_codes: Mapping[int, str] | None = None) -> Callable[[Verb], Verb]:
-    """Return a decorator that gives a verb the end of its help.
+    """Return a decorator that adds examples and exit codes to the help of a verb.
 
     Args:
         examples: complete command lines. Each is one line of the help.
@@ -58,7 +58,7 @@ class VerbCommand(TyperCommand):
         """Return the arguments and options of the verb, adapted for its help."""
         parameters = _without_types(super().get_params(ctx))
         if self.name == "launch":
-            # All its other options are in panels. Without this, --help would be in one of its own, above all others.
+            # All other options are in panels. Without this, --help would be in a separate panel, above all others.
             for each in parameters:
                 if each.name == "help":
                     each.rich_help_panel = SETTINGS
@@ -75,7 +75,10 @@ class VerbCommand(TyperCommand):
 
 
 class VerbGroup(TyperGroup):
-    """The command `replicas`, which names the verb that a user of another tool means."""
+    """The command `replicas`.
+
+    If the user gives a verb of another tool, its error names the verb with the same meaning.
+    """
 
     synonyms: Mapping[str, str] = {}
     examples: Sequence[str] = ()
@@ -85,7 +88,10 @@ class VerbGroup(TyperGroup):
         return _without_types(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the verb that the command line names. The verb of another tool is refused, with ours beside it."""
+        """Return the verb that the command line names.
+
+        For a verb of another tool, raise an error that names the verb of `replicas`.
+        """
         if args and args[0] in self.synonyms:
             ctx.fail(f"No such command {args[0]!r}. Did you mean {self.synonyms[args[0]]!r}?")
         return super().resolve_command(ctx, args)
@@ -97,12 +103,12 @@ class VerbGroup(TyperGroup):
 
 
 def _without_types(parameters: list[Any]) -> list[Any]:
-    """Return the parameters so that the help shows neither `<bool>` for a flag nor `<str>` for an argument."""
+    """Return the parameters, changed so that the help shows no `<bool>` for a flag and no `<str>` for an argument."""
     for each in parameters:
         if getattr(each, "is_flag", False):
             each.metavar = ""
         elif each.param_type_name == "argument":
-            each.type = copy.copy(each.type)  # the type is shared with the options of other verbs
+            each.type = copy.copy(each.type)  # copy it first, because other verbs share the same type object
             each.type.get_metavar = lambda *_, **__: ""
     return parameters
 

@@ -41,7 +41,7 @@ SETTING = re.compile(r"(?:^|,)(restarts|hang|start)=(.*?)(?=,(?:restarts|hang|st
 SET = "New rules from now on: restarts=5, restarts=3/1h,oom=0, restarts=none, hang=off or start=20m. Repeatable."
 WATCH_RESTARTS = "How often each rank is restarted from now on: N, N/1h, preempted or none. Default: as before."
 ONCE = "Make one pass and return, as for cron and CI. The exit code is then 0."
-LONGEST_S = 120.0  # the longest single pass; starts that are due later are left to the next pass
+LONGEST_S = 120.0  # seconds; the longest single pass. Later passes make the starts that are due after it
 WITHIN = "How long replicas have to finish their round, as in 90s or 5m. Later they are cancelled. Default: 10m."
 
 
@@ -89,7 +89,7 @@ def watch(
         start_specs = _start_specs(found, env, secret, task_digest=task_digest, trust_bucket=trust_bucket)
     log = DecisionLog(view.store, found.run_id, key=next((start_spec.spec.key for start_spec in start_specs), None))
     needs_lease = any(start_spec.spec.lease_s is not None for start_spec in start_specs)
-    if not needs_lease:  # a run that needs a lease is kept alive by this command, also if it restarts nothing
+    if not needs_lease:  # this command also keeps a run alive that needs a lease, even if it restarts nothing
         _check_policy(found, log, new_restarts)
     if new_restarts is not None or hang is not None or start is not None:
         limits = None
@@ -111,7 +111,7 @@ def watch(
     try:
         watch_to_its_end(found, output)
     finally:
-        # A run that no other process watches continues after this: the release records that it was left on purpose.
+        # Record that this command leaves the run on purpose, so that the run continues although no process watches it.
         if lease is not None:
             lease.release()
     return Summary.of(found).finish(output)
@@ -185,11 +185,13 @@ def _start_specs(
     view = view_of(run)
     task = trusted_task(view, task_digest=task_digest, trust_bucket=trust_bucket)
     placements = resumable_placements(view)
-    # Attempts that this command starts on this machine outlive it, because its Ctrl-C must not end the run.
+    # Attempts that this command starts on this machine must continue after it ends, because Ctrl-C must not end the
+    # run.
     detach = view.record.settings.detach or placements.lease_s is None
     values: Any = {"env": parse_texts("--env", env), "secrets": secrets or ()}
     start_specs = start_specs_of(view, task, **values, detach=detach, verb="watch")
-    # The digest has proven the entrypoint, so any callable serves: only the account and the secrets are checked.
+    # Pass any function: the digest has already proven the entrypoint, and this call checks only the account and the
+    # secrets.
     for start_spec in start_specs:
         its = placements.some([*{placements.at(rank): None for rank in start_spec.ranks}])
         limits: Any = {"gpu": start_spec.gpu, "timeout": start_spec.timeout_s, "secrets": start_spec.spec.secret_names}
@@ -198,7 +200,7 @@ def _start_specs(
 
 
 def _check_policy(run: Run, log: DecisionLog, restarts: Restarts | None) -> None:
-    """Refuse to watch a run that has no rules for restarts: the command would do nothing."""
+    """Raise a usage error if a run has no rules for restarts, because the command would do nothing."""
     from executors.cli.summary import reference
     from executors.restarts.decision_log import policy_of
     from executors.run.run import view_of
@@ -213,7 +215,7 @@ def _check_policy(run: Run, log: DecisionLog, restarts: Restarts | None) -> None
 def _make_one_pass(run: Run, controller: ExternalController, output: Output) -> RunStatus:
     """Decide about the ended attempts, start those that follow, and return the state of the run after that.
 
-    A start that is due within two minutes is waited for.
+    The pass waits for a start that is due within two minutes.
     """
     from executors.cli.live import PlainView
 

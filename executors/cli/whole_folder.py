@@ -1,4 +1,4 @@
-"""Fill a folder completely or not at all, also if the command is killed."""
+"""Fills a folder completely or not at all, even if the command is killed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def whole_folder(out: Path, run_id: str, *, last: str) -> Iterator[Path]:
     Args:
         out: the folder. It may be missing.
         run_id: the run that the files are from, for the text of `INCOMPLETE.txt`.
-        last: the name of the file to move last. Where it exists, all other files exist as well.
+        last: the name of the file to move last. If that file exists, all other files exist, too.
 
     Raises:
         UsageProblem: the folder cannot be made.
@@ -67,7 +67,7 @@ def whole_folder(out: Path, run_id: str, *, last: str) -> Iterator[Path]:
         new.mkdir()
         try:
             yield new
-        except OSError as error:  # the user knows the final path of the file, and not the temporary one
+        except OSError as error:  # the error must name the final path, because the user does not know the temporary one
             if isinstance(error.filename, str):
                 error.filename = error.filename.replace(str(new), str(out))
             raise
