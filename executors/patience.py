@@ -1,12 +1,14 @@
-"""Retries calls to a store that fails: how long each kind of process tolerates an outage, and what it prints meanwhile.
+"""Retries calls to a store that fails.
 
-The shortest wait decides the damage of an outage. So all waits are in this module, and no other module has its own.
-ADR 0059 has the table with the reasons. Two rules order the waits. Work that would be lost waits longer than work that
-can be asked for again. A process that costs nothing waits longer than a machine that costs money.
+Defines how long each kind of process tolerates an outage, and what it prints.
+
+The shortest wait decides the damage of an outage. So all waits are in this module, and no other module has its own. ADR
+0059 has a table with the reasons. A process waits longer if its work would be lost than if its work can be repeated. A
+process that costs nothing waits longer than a machine that costs money.
 
     result = retry(lambda: store.get(key), START, what="the task of this run")
 
-Not covered are pauses between two writes that are repeated anyway (heartbeats, measurements), the tolerance for job
+This module does not cover three things: pauses between writes that are repeated anyway (heartbeats, measurements), job
 services (`backends/jobs/service.py`), and the wait of replicas for each other.
 """
 
@@ -37,16 +39,16 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 
 @dataclass(frozen=True)
 class OutageTolerance:
-    """How long one kind of process waits for one thing.
+    """The longest time that one kind of process waits for one thing during an outage.
 
     Args:
-        process: the process that waits.
-        waits_for: the thing that it waits for.
-        seconds: the longest wait for a store that is away or full.
-        reason: why it is this long, and not shorter or longer.
-        refused_seconds: the longest wait for a store that answers, and refuses: a user has to change something there.
-            None: `seconds`.
-        dead_seconds: the longest wait with credentials that have ended. None: `refused_seconds`.
+        process: the kind of process, for documentation.
+        waits_for: the thing that the process waits for.
+        seconds: the longest wait for a store that does not answer or is full.
+        reason: the reason for this length.
+        refused_seconds: the longest wait for a store that refuses access. The user must change something. None:
+            `seconds`.
+        dead_seconds: the longest wait if credentials have expired. None: `refused_seconds`.
         backend_seconds: the longest wait for a backend that fails. None: `refused_seconds`.
     """
 
@@ -60,19 +62,19 @@ class OutageTolerance:
 
     @property
     def limit_s(self) -> float:
-        """The longest wait for a store that is away or full, in seconds of this process."""
+        """The longest wait for a store that does not answer or is full, in seconds."""
         return self.seconds * SCALE
 
     def limit_for(self, error: BaseException | None) -> float:
-        """Return the longest wait in seconds, given the newest failure.
+        """Return the longest wait in seconds for this kind of error.
 
         Args:
-            error: the newest error. None: there was none yet.
+            error: the newest error. None: there was no error yet.
         """
         if isinstance(error, KeyNotFoundError):  # the store has answered, so this is not a failure
             return 0.0
         seconds = self.seconds
-        # A stale object is right again after seconds, and a damaged one never is.
+        # A stale object is valid again after seconds. A damaged object stays damaged.
         if isinstance(error, CorruptObjectError | UnsafeStoreError):
             seconds = min(seconds, BRIEF.seconds)
         elif isinstance(error, StoreError) and error.refusal:
@@ -186,10 +188,10 @@ TABLE = (
 
 
 def name_span(seconds: float) -> str:
-    """Return a span of time in one unit: `5 s`, `3 min`, `2 h`, `7 days`.
+    """Return a duration in one unit: `5 s`, `3 min`, `2 h`, `7 days`.
 
     Args:
-        seconds: the span.
+        seconds: the duration.
     """
     for unit, name in ((24 * HOUR, "days"), (HOUR, "h"), (MINUTE, "min")):
         if seconds >= 2 * unit or (seconds >= unit and seconds % unit < 1):
@@ -216,10 +218,10 @@ class _Wait:
 
 
 class Waits:
-    """Everything that one process waits for now. Once a minute it reports the oldest wait and its time so far.
+    """All outages that one process waits for now. Once a minute it reports the oldest one with its duration.
 
     Args:
-        report: gets each sentence. None, the default: stderr gets it, after `replicas: `.
+        report: called with each sentence. None, the default: the sentence is printed to stderr after `replicas: `.
         clock: returns the seconds of a monotonic clock. Default: the system's clock.
 
     Example:
@@ -238,7 +240,7 @@ class Waits:
 
     @property
     def _open(self) -> dict[object, _Wait]:
-        """The waits of this process by their keys. A forked process forgets the waits of its parent."""
+        """The current waits by key. A forked process starts without the waits of its parent."""
         if self._pid != os.getpid():
             self._pid, self._all = os.getpid(), {}
         return self._all
@@ -247,11 +249,11 @@ class Waits:
         """Note that this process waits, or still waits, for something.
 
         Args:
-            key: the identity of this wait, as any object that can be a key of a dict.
+            key: identifies this wait. It may be any hashable object.
             what: the thing that the process waits for, as in "the store".
-            since: the time from which the wait counts, by the clock.
-            limit_s: the longest wait, in seconds. 0: the sentence has none.
-            error: the newest error. None, the default: unchanged.
+            since: the begin of the wait, in seconds of the clock.
+            limit_s: the longest wait, in seconds. 0: the sentence names no limit.
+            error: the newest error. None, the default: the earlier error stays.
         """
         wait = self._open.setdefault(key, _Wait(what, since, limit_s))
         wait.since, wait.limit_s, wait.error = since, limit_s, wait.error if error is None else str(error)
@@ -260,7 +262,7 @@ class Waits:
             self.look()
 
     def quiet(self, key: object) -> None:
-        """Note that a wait may have ended. It is not reported before the next failure.
+        """Report a wait again only after its next failure, because it may have ended.
 
         Args:
             key: the wait, as for `note`.
@@ -273,14 +275,14 @@ class Waits:
 
         Args:
             key: the wait, as for `note`.
-            is_back: True if the thing has come. False if the process has given up.
+            is_back: True if the thing works again. False if the process has given up.
         """
         wait = self._open.pop(key, None)
         if wait is not None and wait.was_reported and is_back:
             self.report(f"the wait for {wait.what} has ended after {name_span(self.clock() - wait.since)}.")
 
     def look(self) -> None:
-        """Report the oldest wait if a line is due: the first after 5 s, then one a minute for the whole process."""
+        """Report the oldest wait if a report is due: first after 5 s, then once a minute for the whole process."""
         now = self.clock()
         reported = [wait for wait in list(self._open.values()) if not wait.is_quiet]
         oldest = min(reported, key=lambda wait: (not wait.error, wait.since), default=None)
@@ -291,10 +293,10 @@ class Waits:
 
     @contextlib.contextmanager
     def asking(self, what: str) -> Iterator[None]:
-        """Note within the block that this process waits for an answer, which may not come.
+        """Report a request as a wait if its answer takes too long. The block makes the request.
 
         Args:
-            what: the thing that answers, as in "s3://bucket/runs".
+            what: the thing that is asked, as in "s3://bucket/runs".
         """
         key = _thread.get_ident(), what
         is_outermost = key not in self._open
@@ -310,10 +312,10 @@ class Waits:
             self.end(key, is_back=True)
 
     def failed(self, what: str, error: BaseException) -> None:
-        """Note an error of a request within the block of `asking`, which will be tried again.
+        """Note the error of a request that is tried again within the block of `asking`.
 
         Args:
-            what: the thing that answers, as for `asking`.
+            what: the thing that is asked, as for `asking`.
             error: the error.
         """
         wait = self._open.get((_thread.get_ident(), what))
@@ -323,10 +325,10 @@ class Waits:
 
     @contextlib.contextmanager
     def reporting_to(self, report: Callable[[str], None]) -> Iterator[None]:
-        """Report to another function within the block.
+        """Send reports to another function within the block.
 
         Args:
-            report: gets each sentence.
+            report: called with each sentence.
         """
         before, self.report = self.report, report
         try:
@@ -336,7 +338,7 @@ class Waits:
 
     @contextlib.contextmanager
     def report_from_thread(self) -> Iterator[None]:
-        """Report from a thread within the block, so that a single request without an answer is reported as well."""
+        """Report from a separate thread within the block, so that even one request without an answer is reported."""
         import threading  # only here, because in a replica the main thread must be the first that imports it
 
         is_over = threading.Event()
@@ -363,11 +365,11 @@ waits = Waits()
 
 
 class Outage:
-    """One wait for something that fails, from its first failure to the next success.
+    """One outage, from the first failure of a thing to its next success.
 
     Args:
         patience: the longest wait.
-        what: the thing that fails, as in "the store", which is the default.
+        what: the thing that fails. Default "the store".
         waits: reports the wait once a minute. None, the default: the waits of this process.
 
     Example:
@@ -391,17 +393,17 @@ class Outage:
 
     @property
     def is_on(self) -> bool:
-        """Whether the last call failed."""
+        """True if the last call failed."""
         return self._since is not None
 
     def tolerates(self, error: ReplicasError) -> bool:
         """Note a failure. Return True if the caller should try again.
 
         Args:
-            error: the error. After the longest wait, its `was_waited_for` is set.
+            error: the error. After the longest wait, its attribute `was_waited_for` becomes True.
         """
         now = self._waits.clock()
-        first = getattr(error, "failing_since", None) or now  # the store itself may have tried for minutes
+        first = getattr(error, "failing_since", None) or now  # the store may already have tried for minutes
         self._since = first if self._since is None else self._since
         self._counts_from = first if self._counts_from is None else self._counts_from
         limit_s = self.patience.limit_for(error)
@@ -413,19 +415,19 @@ class Outage:
         return True
 
     def restart(self) -> None:
-        """Count the longest wait from the next failure on, because this process has other work now."""
+        """Measure the longest wait from the next failure on, because the process has begun other work."""
         self._counts_from = None
 
     def end(self) -> None:
-        """Note that the thing has answered."""
+        """Note that the thing works again."""
         self._stop(is_back=True)
 
     def quiet(self) -> None:
-        """Report nothing before the next failure, because the thing may work again and was not asked."""
+        """Report nothing until the next failure, because the thing may work again and was not asked."""
         self._waits.quiet(self)
 
     def drop(self) -> None:
-        """Note that the process has given up the wait, without a report."""
+        """Note that the process no longer waits. Nothing is reported."""
         self._stop(is_back=False)
 
     def _stop(self, *, is_back: bool) -> None:
@@ -443,23 +445,22 @@ def retry(
     sleep: Callable[[float], object] = time.sleep,
     waits: Waits | None = None,
 ) -> T:
-    """Call a function until the store answers, or the longest wait is reached. Return the function's result.
+    """Call a function until it succeeds or the longest wait has passed. Return the function's result.
 
         task = retry(lambda: store.get(key), START, "the task of this run")
 
-    A missing key is an answer, and its error is raised at once.
+    A missing key is an answer of the store, so its error is raised at once.
 
     Args:
-        act: the function, which may be called several times.
+        act: the function. It may be called several times.
         patience: the longest wait. Default: 10 s.
-        what: the thing that the process waits for, for the reports. Default: the store.
-        is_last: True if the end of the wait is not reported, because the log of this process may be closed by then.
-            Default False.
-        sleep: waits between two tries, given the seconds. Default: `time.sleep`.
+        what: the thing that the process waits for, as named in reports. Default: the store.
+        is_last: True: do not report the end of the wait, because the log of this process may be closed. Default False.
+        sleep: called with the seconds to wait between two tries. Default: `time.sleep`.
         waits: reports the wait. None, the default: the waits of this process.
 
     Raises:
-        StoreError: the last failure.
+        StoreError: the error of the last try.
     """
     outage: Outage | None = None
     longest_s = FIRST_PAUSE_S
@@ -476,11 +477,14 @@ def retry(
             if outage is not None:
                 outage.drop() if is_last else outage.end()
             return result
-        # A random pause, because replicas that lost the store together must not all come back at the same moment.
+        # The pause is random, so that replicas that lost the store together do not all try again at the same moment.
         sleep(longest_s * (1 + _chance()) / 2 * min(1.0, max(SCALE, 0.01)))
         longest_s = min(LONGEST_PAUSE_S, patience.seconds / 10, 2 * longest_s)
 
 
 def _chance() -> float:
-    """Return a random number from 0 to 1, from the system and not from a generator that the user may have seeded."""
+    """Return a random number from 0 to 1 from the system.
+
+    The user's training may have seeded the generators of Python.
+    """
     return int.from_bytes(os.urandom(4), "big") / 2**32

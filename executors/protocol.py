@@ -1,8 +1,8 @@
-"""The protocol of an executor: five verbs that start ranked replicas somewhere and report their status.
+"""The protocol of an executor: five methods that start ranked replicas on a backend and report their status.
 
-No class inherits from it. Any class with these five methods and two attributes works in `launch()` and in
-`replicas launch --backend pkg.mod:Class`, without importing anything of this package.
-`executors.testing.ExecutorContract` is its executable form.
+No class inherits from it. `launch()` and `replicas launch --backend pkg.mod:Class` take any class with these five
+methods and two attributes. The class imports nothing of this package. `executors.testing.ExecutorContract` tests
+whether a class conforms.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 Reason = Literal[
     "exception",  # the entrypoint raised
-    "hang",  # made no progress within its limit
-    "timeout",  # ran into the time limit of its launch
-    "signal",  # ended by a signal that `replicas` did not send
-    "oom",  # the kernel killed it for want of memory
-    "lost",  # vanished together with its supervisor
+    "hang",  # it made no progress within its limit
+    "timeout",  # it reached the time limit of its launch
+    "signal",  # it was ended by a signal that `replicas` did not send
+    "oom",  # the kernel killed it because memory was short
+    "lost",  # it ended together with its supervisor, and no reason is known
     "preempted",  # the backend took the machine back
-    "fenced",  # a newer attempt of this rank took over; neutral
+    "fenced",  # a newer attempt of this rank replaced it; not a failure
     "no_result",  # the process ended by itself before the entrypoint returned
-    "result_not_serializable",  # it returned something that is not a JSON value
+    "result_not_serializable",  # the entrypoint returned something that is not a JSON value
     "cancelled",
-    "stopped",  # ended at its next round, because of a stop order
+    "stopped",  # it ended at its next round, because of a stop order
     "start_failed",  # the backend could not start it
 ]
 REASONS: tuple[str, ...] = get_args(Reason)
@@ -34,7 +34,7 @@ STOPPED = "stopped by the user"
 
 
 class ReplicaStatus(StrEnum):
-    """The state of a replica. It equals its plain string, which an executor may return as well.
+    """The state of a replica. It equals its string, so an executor may return the plain string.
 
     Example:
         assert ReplicaStatus.RUNNING == "running"
@@ -48,7 +48,7 @@ class ReplicaStatus(StrEnum):
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the replica has ended; a terminal status never changes."""
+        """True if the replica has ended. A terminal status never changes."""
         return self not in (ReplicaStatus.PENDING, ReplicaStatus.RUNNING)
 
 
@@ -57,7 +57,7 @@ ENDED = tuple(str(status) for status in ReplicaStatus if status.is_terminal)
 
 @dataclass(frozen=True)
 class ReplicaHandle:
-    """The name of one replica as plain JSON, for any process that has the same backend and store.
+    """Identifies one replica, as plain JSON, for any process that has the same backend and store.
 
     Example:
         text = handle.to_json()
@@ -71,7 +71,8 @@ class ReplicaHandle:
     """The data with which the executor finds the replica again. No other code reads it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "metadata", dict(self.metadata))  # the caller's mapping may change later
+        # A copy, because the caller may change its mapping later.
+        object.__setattr__(self, "metadata", dict(self.metadata))
 
     def __hash__(self) -> int:
         return hash(self.to_json())
@@ -101,7 +102,7 @@ class ReplicaHandle:
 class ServerlessExecutor(Protocol):
     """Starts N ranked replicas on one backend.
 
-    The status of a replica is terminal exactly when it has left an outcome, and then never changes.
+    The status of a replica is terminal if and only if the replica has an outcome.
 
     Example:
         handles = executor.launch_replicas(4, "train.py:main", {"steps": 200})
@@ -110,7 +111,9 @@ class ServerlessExecutor(Protocol):
 
     @property
     def backend_name(self) -> str:
-        """The name in the registry: "local", "modal", "hf", or your own, which is also the name of its entry point."""
+        """The name in the registry: "local", "modal", "hf", or your own name, which is also the name of its entry
+        point.
+        """
 
     @property
     def supports_inter_replica_network(self) -> bool:
@@ -127,46 +130,48 @@ class ServerlessExecutor(Protocol):
     ) -> list[ReplicaHandle]:
         """Start `n_replicas` replicas and return their handles in rank order.
 
-        Each calls the entrypoint once with `entrypoint_args` as keyword arguments, and with its rank in
-        `REPLICA_RANK`. One that leaves by `sys.exit(0)` or `sys.exit()` has succeeded with the result None. If one
-        cannot be started, those already started are cancelled and an error names it.
+        Each replica calls the entrypoint once, with `entrypoint_args` as keyword arguments and its rank in the variable
+        `REPLICA_RANK`. A replica that calls `sys.exit(0)` or `sys.exit()` has succeeded with the result None. If a
+        replica cannot be started, the others are cancelled, and the error names it.
 
         Args:
-            n_replicas: how many, at least 1.
+            n_replicas: the number of replicas, at least 1.
             entrypoint: a callable, or `pkg.mod:f`, `pkg.mod.f`, `path/file.py:f`, `path/file.py` (its `main`).
-            entrypoint_args: keyword arguments; JSON values for an entrypoint given as a string. `rank_env` is
-                taken out: it names one more environment variable that holds the rank.
-            gpu: a GPU per replica, as `"H100"` or `"H100:2"`.
-            timeout: seconds each replica may run; then it is ended as `failed` with reason `timeout`.
+            entrypoint_args: the keyword arguments. They must be JSON values if the entrypoint is a string. The key
+                `rank_env` is not passed: it names an additional environment variable for the rank.
+            gpu: the GPUs of each replica, as `"H100"` or `"H100:2"`. None: no GPU.
+            timeout: the longest run of each replica in seconds. Then it is ended as `failed` with reason `timeout`.
         """
 
     def poll(self, handle: ReplicaHandle) -> str:
-        """Return the replica's `ReplicaStatus`, at once.
+        """Return the replica's `ReplicaStatus` without waiting.
 
         Args:
             handle: a handle that `launch_replicas` returned.
         """
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
-        """Return the last lines of the replica's output so far, at once.
+        """Return the last lines of the replica's output so far, without waiting.
 
         Args:
             handle: a handle that `launch_replicas` returned.
-            n_lines: the number of lines, at most.
+            n_lines: the largest number of lines.
         """
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """End a replica and its helpers. Nothing happens to a replica that has ended. Idempotent.
+        """End a replica and its child processes. Repeated calls, and calls after its end, have no effect.
 
         Args:
             handle: a handle that `launch_replicas` returned.
         """
 
     def collect(self, handles: list[ReplicaHandle], *, timeout: int | None = None) -> list[dict[str, Any]]:
-        """Wait until all have ended, at most `timeout` seconds, and return how each ended, in the order of `handles`.
+        """Wait until all replicas have ended, at most `timeout` seconds.
 
-        Each dictionary has `rank, status, exit_code, error, result, reason`. When the time has passed, it returns
-        the ends that are known, and ends nothing. May be called any number of times.
+        Return one dictionary per handle, in their order.
+
+        Each dictionary has `rank, status, exit_code, error, result, reason`. After the timeout, replicas that still run
+        have the status `running`, and nothing is ended. The method may be called again.
 
         Args:
             handles: handles that `launch_replicas` returned.
@@ -176,7 +181,7 @@ class ServerlessExecutor(Protocol):
 
 @dataclass(frozen=True)
 class Standstill:
-    """A round of a signed run that waits until a user deletes an object without the run's key."""
+    """A round of a signed run that waits until the user deletes an object that is not signed with the run's key."""
 
     round: int
     """The number of the round. 0: the first anchor, which comes before the first round."""
@@ -188,7 +193,7 @@ class Standstill:
 
 @dataclass(frozen=True)
 class WarningCount:
-    """How many warnings an attempt has left so far, and the first of them."""
+    """The number of warnings of an attempt so far, and the first warning."""
 
     count: int
     """How many the run's events list: each text once, and one more if some are in the log only."""
@@ -261,7 +266,7 @@ class Outcome:
 
     @classmethod
     def of_row(cls, rank: int, attempt: int, row: Mapping[str, Any]) -> Outcome:
-        """Make an outcome from the row that an executor's `collect` returned for a replica.
+        """Return the outcome for a row that an executor's `collect` returned.
 
         Args:
             rank: the rank of the replica.
@@ -275,7 +280,7 @@ class Outcome:
 
     @property
     def was_told_to_end(self) -> bool:
-        """Whether the owner of its machine ended the replica for a reason that is not known."""
+        """True if the owner of the machine ended the replica, and the reason is not known."""
         return self.reason == "signal" and self.notice is not None
 
     @property
@@ -284,7 +289,10 @@ class Outcome:
         return self.error_line or (self.error or "").strip().rpartition("\n")[2]
 
     def to_row(self) -> dict[str, Any]:
-        """Return what `collect` reports of this replica. An outcome that no key proves has `"unproven": True`."""
+        """Return the dictionary that `collect` reports for this replica.
+
+        An outcome that is not signed has `"unproven": True`.
+        """
         row = {
             "rank": self.rank,
             "status": self.status,
@@ -297,7 +305,7 @@ class Outcome:
 
 
 def as_status(text: Any) -> ReplicaStatus:
-    """Read the answer of `poll`. A word that is not a `ReplicaStatus` counts as running, never as success."""
+    """Return the status for an answer of `poll`. An unknown word counts as running, never as success."""
     try:
         return ReplicaStatus(str(text))
     except ValueError:

@@ -14,7 +14,7 @@ from executors.status import ReplicaState
 
 @dataclass(frozen=True)
 class _Sighting:
-    """When looks saw a heartbeat, by this process's own clock."""
+    """When this process first and last saw a heartbeat, by its own clock."""
 
     attempt: int
     at: float
@@ -26,7 +26,7 @@ class _Sighting:
 
 
 class Heartbeats:
-    """Reads heartbeats: at each look while a replica runs, and once after its end.
+    """Reads the heartbeat of each running replica again and again, and once more after its end.
 
     Args:
         clock: returns seconds of a monotonic clock.
@@ -42,10 +42,10 @@ class Heartbeats:
         """By rank, the number of an attempt that has ended, and its last heartbeat."""
 
     def over(self, state: ReplicaState, attempt: Attempt, *, has_beat: bool) -> ReplicaState:
-        """Return the state of an attempt with what it reports.
+        """Return the state of an attempt with the progress and the numbers that its replica reported last.
 
         Args:
-            state: the state.
+            state: the state without the report.
             attempt: the attempt that the state belongs to.
             has_beat: True if the attempt has left a heartbeat.
         """
@@ -67,7 +67,7 @@ class Heartbeats:
     def _age_s(self, state: ReplicaState, beat: Beat) -> float:
         """Return the age of a heartbeat in seconds.
 
-        The clock of its host may be wrong. So the age by that clock is limited to what the looks of this process allow.
+        The clock of the replica's host may be wrong. So the age is limited to the times at which this process looked.
         """
         now, seen = self._clock(), self._seen.get(state.rank)
         if seen is None or (seen.attempt, seen.at) != (state.attempt, beat.at):

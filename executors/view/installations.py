@@ -1,4 +1,6 @@
-"""How far the containers of a run are with their installations, from what each notes in `boot.json`."""
+"""Reads the progress of package installations in the containers of a run, from the record `boot.json` of each
+attempt.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from executors.status import INSTALLING, Installation, ReplicaState
 
 
 class Installations:
-    """Reads how far an installation is, at each look until the replica's process has started.
+    """Reads the progress of each replica's package installation, until the replica's process has started.
 
     Args:
         clock: returns seconds of a monotonic clock.
@@ -31,10 +33,12 @@ class Installations:
         """By attempt, when a look of this process saw the installation first."""
 
     def over(self, state: ReplicaState, attempt: Attempt, *, launched_at: float) -> ReplicaState:
-        """Return the state of an attempt with how far its installation is, if it installs.
+        """Return the state of an attempt with the progress of its installation.
+
+        It is unchanged if nothing is installed.
 
         Args:
-            state: the state.
+            state: the state without the progress.
             attempt: the attempt that the state is of.
             launched_at: when the run was launched, in Unix time.
 
@@ -45,14 +49,14 @@ class Installations:
             return state
         try:
             boot = attempt.boot()
-        except CorruptObjectError:  # other records decide; this one is for users to read
+        except CorruptObjectError:  # users read this record, and no decision depends on it
             return state
         if boot is None:
             return state
         now, wall_now = self._clock(), self._wall_clock()
         seen_s = now - self._seen.setdefault(attempt.place, now)
-        # The container's clock may be wrong. The installation lasts at least as long as this process has seen it, and
-        # it began after the launch.
+        # The container's clock may be wrong. So the duration is at least the time that this process has watched, and at
+        # most the time since the launch.
         for_s = max(seen_s, min(wall_now - boot.at, wall_now - launched_at))
         found = Installation(boot.package, for_s, boot.n_bytes, boot.of_bytes)
         return replace(state, doing=found.what, installation=found)

@@ -1,4 +1,4 @@
-"""A run in a notebook: a fragment of HTML in a cell, renewed until the run has ended."""
+"""Shows a run in a notebook cell, and updates the cell until the run has ended."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from executors.status import MAX_STEPS, RunStatus
 from executors.view.report.text import inert
 from executors.view.run_view import RunView
 
-EVERY_S = 1.0  # between two looks; at a bucket they are rarer
+EVERY_S = 1.0  # between two updates; longer for a bucket
 SETTLE_S = 10.0
 MAX_POINTS = 500  # of a curve
-MAX_POINTS_OF_ALL = 20_000  # a quarter of a megabyte, sent with each look: notebooks cut off who sends one a second
+MAX_POINTS_OF_ALL = 20_000  # about 250 kB an update: notebooks disconnect a kernel that sends more each second
 Point = tuple[float, float]
 """Step and loss."""
-LEFT, TOP, WIDTH, HEIGHT = 60, 10, 560, 160  # of the curves, in units of the picture
+LEFT, TOP, WIDTH, HEIGHT = 60, 10, 560, 160  # of the curves, in units of the SVG
 
 
 def in_notebook() -> bool:
-    """Whether this is the kernel of a notebook. Imports nothing: what shows cells has imported IPython."""
+    """True if this process is the kernel of a notebook. It looks only at modules that are already imported."""
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
 
 
 class NotebookView:
-    """The cells that show a run."""
+    """The notebook cells that show one run."""
 
     def __init__(self) -> None:
         self._cells: list[Any] = []
@@ -45,18 +45,18 @@ class NotebookView:
         """HTML that is shown above a run that has ended."""
 
     def begin(self, metrics: Metrics) -> None:
-        """Begin the curves with what was measured so far."""
+        """Start the curves with everything that was measured before now."""
         self._curves.begin(metrics)
 
     def open(self, status: RunStatus) -> None:
-        """Show the run in the present cell, too."""
+        """Show the run in the current cell. Other cells that show it stay."""
         self._draw(status)
         self._show(self._fragment)
         kit = _kit()
         self._cells.append(kit.display(kit.HTML(self._fragment), display_id=True))
 
     def update(self, status: RunStatus) -> None:
-        """Show the run as it is now, in the present cell if in none yet."""
+        """Update all cells that show the run. If there is none, show it in the current cell."""
         if not self._cells:
             self.open(status)
             return
@@ -64,11 +64,11 @@ class NotebookView:
         self._show(self._fragment)
 
     def say(self, text: str) -> None:
-        """Show a line below the last fragment."""
+        """Show a line of text below the run."""
         self._show(f"{self._fragment}<p>{html.escape(inert(text))}</p>")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because a cell holds no resource."""
 
     def _draw(self, status: RunStatus) -> None:
         self._curves.add(status)
@@ -76,7 +76,7 @@ class NotebookView:
         self._fragment += status.to_html(between=bar(status) + self._curves.to_svg())
 
     def _show(self, fragment: str) -> None:
-        """Show it in all cells, unless they do."""
+        """Update all cells with this HTML, unless they show it already."""
         if fragment == self._shown:
             return
         self._shown = fragment
@@ -85,13 +85,13 @@ class NotebookView:
 
 
 def _kit() -> Any:
-    from IPython import display  # which has no types
+    from IPython import display  # which has no type annotations
 
     return display
 
 
 class Display:
-    """Renews the cells that show a run, in a thread that ends with the run."""
+    """Updates the cells that show a run, in a thread that ends with the run."""
 
     def __init__(self, run: RunView, view: NotebookView | None = None) -> None:
         self._run = run
@@ -102,12 +102,12 @@ class Display:
         self._look_now = threading.Event()
 
     def show(self) -> None:
-        """Show the run in the present cell, and go on to."""
+        """Show the run in the current cell, and keep the cell updated."""
         status = self._run.status()
         with self._lock:
             if not self._has_begun:
                 self._view.begin(read_metrics(self._run.store, self._run.run_id, self._run.record))
-                self._has_begun = True  # once: it takes many requests of a long run
+                self._has_begun = True  # only once, because reading the measurements of a long run takes many requests
             if status.is_terminal:
                 self._view.head = self._head()
             self._view.open(status)
@@ -119,19 +119,19 @@ class Display:
         from executors.view.report.page import head
         from executors.view.run_page import report_document
 
-        with contextlib.suppress(ReplicasError):  # the table is shown without the head
+        with contextlib.suppress(ReplicasError):  # without the head, the table is still shown
             return head(report_document(self._run))
         return ""
 
     def settle(self) -> None:
-        """See that all cells show the end of a run that has ended; then the thread has ended, too."""
+        """Wait until all cells show the end of a run that has ended, and the thread has ended."""
         thread = self._thread
         if thread is not None:
             self._look_now.set()
             thread.join(SETTLE_S)
 
     def _renew(self) -> None:
-        outage = Outage(FOLLOWER, "the run", waits=Waits(lambda words: None))  # the cell shows it instead
+        outage = Outage(FOLLOWER, "the run", waits=Waits(lambda words: None))  # the cell shows the outage
         for pause_s in self._run.reader.pauses():
             self._look_now.wait(max(EVERY_S, pause_s))
             self._look_now.clear()
@@ -154,7 +154,7 @@ class Display:
 
 
 class Curve:
-    """The loss of one rank by step, however long it trains: points that are spread evenly, and the newest."""
+    """The loss of one rank by step, with a limited number of points: evenly spread points, and the newest one."""
 
     def __init__(self) -> None:
         self._kept: list[Point] = []
@@ -162,7 +162,7 @@ class Curve:
         self._n, self._every = 0, 1
 
     def add(self, step: float, loss: float) -> None:
-        """Take down a point, unless it is of the last one's step."""
+        """Add a point, unless the last point has the same step."""
         if self._newest is not None and self._newest[0] == step:
             return
         self._newest = (step, loss)
@@ -177,7 +177,10 @@ class Curve:
         return len(self._kept)
 
     def lines(self, every: int) -> list[list[Point]]:
-        """Return every so many-th point, in lines that end where a later attempt went back to an earlier step."""
+        """Return every n-th point (n = `every`), as lines.
+
+        A line ends where a later attempt returned to an earlier step.
+        """
         lines: list[list[Point]] = []
         kept = self._kept[::every]
         for point in kept if kept[-1:] == [self._newest] else [*kept, self._newest]:
@@ -195,12 +198,12 @@ class Curves:
         self._curves: dict[int, Curve] = {}
 
     def add(self, status: RunStatus) -> None:
-        """Take down what each replica reported last."""
+        """Add the last reported loss of each replica."""
         for replica in status.replicas:
             self._add(replica.rank, replica.reported)
 
     def begin(self, metrics: Metrics) -> None:
-        """Take down what each replica reported so far."""
+        """Add everything that the replicas reported before now."""
         for row in metrics.numbers:
             self._add(row.rank, row.values)
 
@@ -210,7 +213,7 @@ class Curves:
             self._curves.setdefault(rank, Curve()).add(step, loss)
 
     def to_svg(self) -> str:
-        """Return the curves; nothing where there is no line yet."""
+        """Return the curves as SVG. Empty if there is no line yet."""
         every = max(1, math.ceil(sum(map(len, self._curves.values())) / MAX_POINTS_OF_ALL))
         found = {rank: lines for rank, curve in self._curves.items() if (lines := curve.lines(every))}
         points = [point for lines in found.values() for line in lines for point in line]
@@ -241,17 +244,17 @@ class Curves:
 
 
 def label(x: float, y: float, anchor: str, text: str) -> str:
-    """Return a text of the picture."""
+    """Return a text label as SVG."""
     return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="currentColor" font-size="12">{text}</text>'
 
 
 def scaled(value: float, least: float, most: float) -> float:
-    """Return where a value lies between two others, from 0 to 1."""
+    """Return the position of a value between `least` and `most`, from 0 to 1."""
     return (value - least) / (most - least) if most > least else 0.5
 
 
 def bar(status: RunStatus) -> str:
-    """Return the progress bar of a run whose replicas report their total of steps. Empty if they do not."""
+    """Return the progress bar of a run as HTML. Empty if its replicas do not report their total number of steps."""
     progress = status.progress
     if progress is None:
         return ""

@@ -1,4 +1,4 @@
-"""Draws the progress of a run while a process waits: bars on a terminal or in a notebook, else a line at times."""
+"""Draws the progress of a run while a process waits: bars on a terminal or in a notebook, otherwise lines of text."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 EVERY_S = 10.0  # between two lines
 BAR_WIDTH = 30
-MAX_BARS = 16  # of ranks; of more, the run's alone
-LINES_AROUND = 4  # the run's own two, one above, and the prompt that follows
+MAX_BARS = 16  # one bar per rank; a run with more ranks has only one bar
+LINES_AROUND = 4  # rows of a terminal that are not for ranks: two of the run, one above, and the prompt below
 
 
 class View(Protocol):
-    """Shows a run at one moment after the other."""
+    """The interface of a display that shows the state of a run again and again."""
 
     def update(self, status: RunStatus) -> None:
-        """Show the run as it is now."""
+        """Show this state of the run."""
 
     def close(self) -> None:
-        """Release the screen. A later `update` draws again."""
+        """Stop drawing, so that other output can follow. A later `update` draws again."""
 
 
 def open_view(run_id: str) -> View:
-    """Return the view that fits this process."""
+    """Return a display of a run: bars on a terminal, cells in a notebook, otherwise lines."""
     if in_notebook():
         return NotebookView()
     from rich.console import Console
@@ -43,7 +43,7 @@ def open_view(run_id: str) -> View:
 
 
 class ProgressLines:
-    """A line on stderr when replicas have started or ended, and every ten seconds one of progress."""
+    """Prints a line on stderr when a replica has started or ended, and a line of progress every ten seconds."""
 
     def __init__(self, run_id: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._run_id = run_id
@@ -62,11 +62,11 @@ class ProgressLines:
             print(f"replicas: {self._run_id}: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because printed lines hold no resource."""
 
 
 class ProgressBars:
-    """Bars that are redrawn in place, and stay when the run has ended."""
+    """Bars that are redrawn in place. They stay on the screen after the end of the run."""
 
     def __init__(self, run_id: str, console: Console) -> None:
         self._run_id = run_id
@@ -97,7 +97,10 @@ class ProgressBars:
 
 
 def bars(status: RunStatus, max_ranks: int = 0) -> RenderableType | None:
-    """Return the bar of a run, and one for each rank unless there are more than `max_ranks`. None: no rank tells."""
+    """Return the bar of a run, and a bar for each rank if there are at most `max_ranks`.
+
+    None if no rank reports a total.
+    """
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""The events and warnings of a run, read through its view: what happened, in the order of time."""
+"""Reads the events and the warnings of a run, ordered by time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def events_of(view: RunView, *, follow: bool = False, note: Callable[[str], None] = log.warning) -> Iterator[Event]:
-    """Yield the events of a run in the order of time: launches, ends, hangs, decisions.
+    """Yield the events of a run, ordered by time: launches, ends, hangs, decisions.
 
     Args:
         view: the run.
@@ -37,9 +37,9 @@ def events_of(view: RunView, *, follow: bool = False, note: Callable[[str], None
     decisions = DecisionLog(view.store, view.run_id, key=key)
     events = EventReader(decisions, view.record, map_over=view.reader.map, note=note)
     for pause_s in view.reader.pauses():
-        # A follower tolerates a store that is away for a while. Without `follow` the caller wants an error soon.
+        # With `follow`, a temporary outage of the store is tolerated. Without it, the caller wants an error soon.
         now = retry(lambda: view.status(reports=False), FOLLOWER if follow else BRIEF, "the rendezvous")
-        view.reader.share_log(decisions)  # else each of the two would read every entry itself
+        view.reader.share_log(decisions)  # so that each entry of the decision log is read once, and not twice
         yield from events.new(view.reader.inventory, now)
         if not follow or now.is_terminal:
             return
@@ -47,7 +47,7 @@ def events_of(view: RunView, *, follow: bool = False, note: Callable[[str], None
 
 
 def warnings_of(view: RunView, note: Callable[[str], None] = log.warning) -> list[FoundWarning]:
-    """Return the warnings of all attempts so far, and the warning of the run as a whole, the oldest first.
+    """Return the warnings of all attempts and of the run as a whole, the oldest first.
 
     Each text of an attempt is listed once, with its number of occurrences. The call makes one read for each attempt
     that has a warning.

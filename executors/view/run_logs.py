@@ -1,4 +1,4 @@
-"""The logs of a run: of which attempts, where each is read, and how they are followed."""
+"""Reads, filters and follows the logs of a run: one rank or several, the newest attempt, an earlier one or all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from executors.store.record_names import OUTCOME
 from executors.view.run_state_reader import RunStateReader, unreadable
 from executors.view.run_view import RunView
 
-LOOK_S, FAR_LOOK_S = 1.0, 4.0  # between two looks at a run in a directory, and in a bucket
+LOOK_S, FAR_LOOK_S = 1.0, 4.0  # between two looks at a run: in a directory, and in a bucket
 Which = int | Literal["all"] | None
 """An attempt, all of them, or the newest."""
 Ranks = int | Sequence[int] | None
@@ -36,8 +36,8 @@ Note = Callable[[str], None]
 OnUnread = Callable[[int, BackendError], None]
 """Gets each rank whose log its backend does not give, and why."""
 MAX_THREADS = 16
-MAX_PARTS = 16  # of a rank, that were read before its turn
-KEPT_BYTES = 2 * OUTPUT_TAIL_BYTES  # of the end of a log, to find in it what an outcome kept
+MAX_PARTS = 16  # of a rank, which a thread reads before they are needed
+KEPT_BYTES = 2 * OUTPUT_TAIL_BYTES  # of the end of a log, in which the output tail of an outcome is searched
 FIELDS = ("rank", "attempt", "run_id")
 """The names that the prefix of a line may contain."""
 
@@ -47,10 +47,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LineFilter:
-    """Selects lines of logs, and how they are shown.
+    """Selects lines of logs, and formats them.
 
     Raises:
-        ValueError: the prefix has another field than `FIELDS`.
+        ValueError: the prefix has a field that is not in `FIELDS`.
     """
 
     grep: re.Pattern[str] | None = None
@@ -76,11 +76,11 @@ class LineFilter:
 
     @property
     def is_search(self) -> bool:
-        """True if the whole log has to be searched."""
+        """True if the whole log must be read to find the lines."""
         return self.grep is not None or self.since is not None or self.until is not None
 
     def shown(self, attempt: Attempt, line: str, *, is_one: bool) -> str:
-        """Return a line, with its newline, in the form that is shown. Empty if the line is filtered out."""
+        """Return a line with its prefix and newline. Empty if the filter excludes the line."""
         text = self.clean(line)
         if self.grep is not None and not self.grep.search(text.removesuffix("\n")):
             return ""
@@ -102,18 +102,17 @@ def log_pieces(
     note: Note = log.warning,
     on_unread: OnUnread | None = None,
 ) -> Iterator[str]:
-    """Yield the lines of logs, rank after rank. Logs that are followed come line after line.
+    """Yield the lines of logs, one rank after the other. Followed logs are yielded line by line, from all ranks.
 
     Args:
         view: the run.
         rank: one rank, or several. None: all ranks.
-        tail: how many lines of each rank. None: all lines, or the last 20,000 of logs that are followed.
+        tail: the number of last lines of each rank. None: all lines, or the last 20,000 of followed logs.
         follow: True: continue with later lines, until the run has ended.
         attempt: the number of an attempt, or "all". None: the newest attempt of each rank.
         lines: which lines to yield, and how they are shown. Default: every line.
-        note: called with a message about each log that is not read where its replica writes to.
-        on_unread: called with each rank whose log its backend does not give while it gives others. None: `note` is
-            called.
+        note: called with a message for each log that is read from another place than usual, or only in part.
+        on_unread: called with each rank whose log cannot be read while other logs can. None: `note` is called.
 
     Raises:
         ValueError: the run has no such rank or attempt.
@@ -139,17 +138,16 @@ def logs_by_rank(
     note: Note,
     on_unread: OnUnread | None = None,
 ) -> dict[int, str]:
-    """Return the lines of each rank that has the attempt. The rank does not lead its lines.
+    """Return the lines of each rank that has the attempt. The lines have no rank in front.
 
     Args:
         view: the run.
         ranks: the ranks.
-        tail: how many lines of each rank. None: all lines.
+        tail: the number of last lines of each rank. None: all lines.
         attempt: the number of an attempt, or "all". None: the newest attempt of each rank.
         lines: which lines to return, and how they are shown.
-        note: called with a message about each log that is not read where its replica writes to.
-        on_unread: called with each rank whose log its backend does not give while it gives others. None: `note` is
-            called.
+        note: called with a message for each log that is read from another place than usual, or only in part.
+        on_unread: called with each rank whose log cannot be read while other logs can. None: `note` is called.
 
     Raises:
         ValueError: the run has no such rank or attempt.
@@ -166,12 +164,12 @@ def logs_by_rank(
 
 
 def whole_log(view: RunView, attempt: Attempt, note: Note) -> Iterator[bytes]:
-    """Yield everything that is available of the output of an attempt, as it was written, in pieces.
+    """Yield all available output of an attempt as bytes, in pieces.
 
     Args:
         view: the run.
         attempt: the attempt.
-        note: called with the reason if this is not the whole output.
+        note: called with the reason if some of the output is not available.
 
     Example:
         b"".join(whole_log(view, view.newest_attempt(0), print))
@@ -185,10 +183,10 @@ class RunLogs:
 
     Args:
         reader: reads the state of the run.
-        which: the attempt to read of each rank.
-        chosen: selects its lines.
-        note: called with a message about each log that is not read where its replica writes to.
-        is_one: True if the user asked for one rank, so that lines need no rank.
+        which: the attempt to read of each rank: a number, "all", or None for the newest.
+        chosen: the filter for the lines.
+        note: called with a message for each log that is read from another place than usual, or only in part.
+        is_one: True if the user asked for one rank only. Then lines do not begin with the rank.
     """
 
     def __init__(self, reader: RunStateReader, which: Which, chosen: LineFilter, note: Note, *, is_one: bool) -> None:
@@ -200,11 +198,11 @@ class RunLogs:
         self._said = set[tuple[Attempt, str]]()
 
     def whole(self, attempt: Attempt, on_cut: Note) -> Iterator[bytes]:
-        """Yield everything that is available of the output of an attempt, as it was written, in pieces of bounded size.
+        """Yield all available output of an attempt as bytes, in pieces of limited size.
 
         Args:
             attempt: the attempt.
-            on_cut: called with the reason if this is not the whole output.
+            on_cut: called with the reason if some of the output is not available.
         """
         problem = self._reader.problem(attempt.rank)
         end, cut, may_lag, note = b"", problem.error or "" if problem else "", True, ""
@@ -234,18 +232,18 @@ class RunLogs:
     def tails(
         self, ranks: Sequence[int], n_lines: int | None, on_unread: OnUnread | None = None
     ) -> Iterator[tuple[int, str]]:
-        """Return the last lines of rank after rank, each rank in one text or more.
+        """Yield the last lines of each rank, one rank after the other, as texts of one or more lines.
 
-        Several ranks are read at the same time, and few lines are kept. A rank whose log its backend does not give, as
-        on a machine that cannot be reached, hides no other rank.
+        Several ranks are read in parallel. If one log cannot be read, for example because a machine is not reachable,
+        the logs of the other ranks are still yielded.
 
         Args:
             ranks: the ranks to read.
-            n_lines: how many lines of each. None: all.
-            on_unread: gets each rank that could not be read. None: the note on it goes where other notes go.
+            n_lines: the number of last lines of each rank. None: all lines.
+            on_unread: called with each rank whose log cannot be read. None: a message about it is passed to `note`.
 
         Raises:
-            BackendError: no rank could be read; the error of the first.
+            BackendError: no log could be read. It is the error of the first rank.
         """
         self._reader.look(ranks)
         chosen, unread = self._that_have_it(ranks), dict[int, BackendError]()
@@ -265,13 +263,13 @@ class RunLogs:
         return in_order(read, chosen)
 
     def followed(self, ranks: Sequence[int], n_lines: int, *, grows: bool) -> Iterator[str]:
-        """Return these and all later lines, until the attempts that are asked for have ended.
+        """Yield the last lines and all later lines, until the selected attempts have ended.
 
         Args:
-            grows: follow also ranks that are added meanwhile.
+            grows: True to follow also ranks that are added later.
 
         Raises:
-            ValueError: the filter has a time, which does not go with following.
+            ValueError: the filter has a time. Following does not support one.
         """
         if self._chosen.since is not None or self._chosen.until is not None:
             raise ValueError("A followed log begins with its last lines. Remove since and until.")
@@ -281,7 +279,7 @@ class RunLogs:
 
     def _shown(self, rank: int, number: int, line: str) -> str:
         attempt = self._reader.attempt(rank).at(number)
-        if line == begins(number):  # led by the rank, and nothing else
+        if line == begins(number):  # the first line of an attempt gets the rank, and no other prefix
             return "" if self._chosen.grep else EVERYTHING.shown(attempt, line, is_one=self._is_one)
         return self._chosen.shown(attempt, line, is_one=self._is_one)
 
@@ -289,7 +287,7 @@ class RunLogs:
         """Return the ranks that have the attempt that the user asked for.
 
         Raises:
-            ValueError: no rank has it.
+            ValueError: no rank has this attempt.
         """
         if not isinstance(self._which, int) or not ranks:
             return ranks
@@ -300,7 +298,7 @@ class RunLogs:
         raise ValueError(f"attempt must be {'0' if most == 0 else f'from 0 to {most}'}, or 'all', got {self._which}.")
 
     def _attempts(self, rank: int) -> list[Attempt]:
-        """Return the attempts to read of a rank, oldest first."""
+        """Return the attempts of a rank that the user asked for, oldest first."""
         if isinstance(self._which, int):
             return [self._reader.attempt(rank).at(self._which)]
         launched = self._reader.launched(rank)
@@ -317,7 +315,7 @@ class RunLogs:
                 yield "".join(self._last_of(attempt, parts, n_lines))
 
     def _chosen_of(self, attempt: Attempt, lines: Iterable[str]) -> Iterable[str]:
-        """Return the chosen ones of some lines, as they are shown."""
+        """Return the lines that the filter selects, in their printed form."""
         is_led = self._chosen.prefix is not None or not self._is_one
         for line in lines:
             if is_led and not line.strip("\n"):
@@ -327,7 +325,7 @@ class RunLogs:
                 yield text
 
     def _last_of(self, attempt: Attempt, parts: Iterable[Iterable[str]], n_lines: int) -> Iterable[str]:
-        """Return the last lines, and at most 4 MiB of them."""
+        """Return the last `n_lines` lines, but at most 4 MiB."""
         kept, size, is_limited = deque[str](), 0, False
         for text in chain.from_iterable(parts):
             kept.append(text)
@@ -341,10 +339,12 @@ class RunLogs:
         return kept
 
     def _parts(self, attempt: Attempt, n_lines: int | None) -> Iterator[Sequence[str]]:
-        """Yield lines of an attempt in parts: the last ones, or all where some are looked for.
+        """Yield lines of an attempt in parts.
+
+        Only the last lines are read, unless the filter searches the whole log.
 
         Raises:
-            ValueError: the filter has a time, and the log has no times of lines.
+            ValueError: the filter has a time, but the log has no times.
         """
         chosen = self._chosen
         if chosen.since is not None or chosen.until is not None:
@@ -390,7 +390,7 @@ class RunLogs:
                 return text
         outcome = self._outcome(attempt)
         if outcome is None and note and not text:
-            self._say(attempt, note)  # else it would look as if nothing was printed
+            self._say(attempt, note)  # without the message, an empty log would look as if the replica printed nothing
         if outcome is None or n_lines <= 0:
             return text
         if text:
@@ -423,10 +423,10 @@ class RunLogs:
         look_s = LOOK_S if self._reader.is_near else FAR_LOOK_S
         yield from follow_logs(self, None if grows else ranks, n_lines, first=first, look_s=look_s)
 
-    # The next three methods are the interface that `follow_logs` calls.
+    # `follow_logs` calls the next three methods.
 
     def look(self, ranks: Sequence[int] | None) -> dict[int, LogPosition]:
-        """Return the attempt to follow of each rank: the one that the user asked for, or the newest that has a log.
+        """Return the attempt to follow of each rank: the selected one, or the newest one that has a log.
 
         Args:
             ranks: the ranks. None: all.
@@ -439,7 +439,7 @@ class RunLogs:
         return positions
 
     def open(self, rank: int, attempt: int) -> Log | None:
-        """Return the log of an attempt; None while it has none."""
+        """Return the log of an attempt. None if it has no log yet."""
         handle = self._reader.handle_at(self._reader.attempt(rank).at(attempt))
         if handle is None:
             return None
@@ -449,21 +449,21 @@ class RunLogs:
         return opened
 
     def kept(self, rank: int, attempt: int) -> str:
-        """Return the end of what an attempt printed, as its outcome keeps it."""
+        """Return the output tail that the outcome of an attempt contains."""
         outcome = self._outcome(self._reader.attempt(rank).at(attempt))
         return outcome.output_tail if outcome else ""
 
 
 def _split(text: str) -> list[str]:
-    """Return the lines of a text with their newlines."""
-    *lines, last = text.split("\n")  # not splitlines(): the \r of a progress bar does not end a line
+    """Return the lines of a text, each with its newline."""
+    *lines, last = text.split("\n")  # not splitlines(), because the \r of a progress bar does not end a line
     return [*(f"{line}\n" for line in lines), *([last] if last else [])]
 
 
 def in_order(act: Callable[[int], Iterable[T]], ranks: Iterable[int]) -> Iterator[tuple[int, T]]:
-    """Yield each rank with each of what `act` gives for it, rank after rank; several are read at the same time.
+    """Yield (rank, item) for each item of `act(rank)`, one rank after the other. Several ranks are read in parallel.
 
-    Daemon threads read, so Ctrl-C ends the process at once.
+    The reading threads are daemons, so Ctrl-C ends the process at once.
     """
     left = iter(ranks)
     waiting: deque[tuple[int, _Ahead[T]]] = deque()
@@ -481,7 +481,7 @@ def in_order(act: Callable[[int], Iterable[T]], ranks: Iterable[int]) -> Iterato
 
 
 class _Ahead(Generic[T]):
-    """The items of one rank, which a thread reads a few items ahead."""
+    """Yields the items of one rank. A thread reads a few items before they are needed."""
 
     def __init__(self, act: Callable[[int], Iterable[T]], rank: int) -> None:
         self._ready: Queue[T | BaseException | None] = Queue()
@@ -497,7 +497,7 @@ class _Ahead(Generic[T]):
             yield item
 
     def stop(self) -> None:
-        """Tell the thread to end, without waiting for its present item."""
+        """Ask the thread to end. The call does not wait for the item that it reads now."""
         self._is_stopped = True
         self._room.release()
 

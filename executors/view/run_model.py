@@ -1,4 +1,4 @@
-"""The trained model of a run, through the package that trains: executors know nothing of rounds or tensors."""
+"""Reads the trained model of a run through the package `diloco`. The executors know nothing about rounds or tensors."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from executors.store.records import exists
 from executors.store.run_key import parse_key
 from executors.view.run_view import RunView
 
-READERS = "replicas.model"  # the group of entry points that names what reads models
+READERS = "replicas.model"  # the group of Python entry points by which a package announces that it reads models
 
 
 def load_reader(name: str = "default") -> Any:
-    """Return what reads the models of runs, which an installed package announces.
+    """Return the object that reads models of runs, from the package that announces it.
 
     Args:
-        name: "default" is the module, and "extension" the function that checks an extension.
+        name: "default" for the module that reads models, or "extension" for the function that checks an extension.
 
     Raises:
-        ReplicasError: no package announces one.
-        MissingDependencyError: the package needs another one, as torch, which is not installed here.
+        ReplicasError: no installed package announces such an object.
+        MissingDependencyError: the package needs another package, such as torch, which is not installed on this
+            machine.
     """
     found = list(entry_points(group=READERS, name=name))
     if not found:
@@ -44,7 +45,7 @@ def load_reader(name: str = "default") -> Any:
 
 
 def source_of(store: Store, run_id: str, key_id: str | None, name: str) -> Any:
-    """Return the source of a run's model for the reader, with the run's key and extensions.
+    """Return the place of a run's model, which a reader of models takes. It has the run's key and extensions.
 
     Args:
         store: the store of the run.
@@ -62,11 +63,11 @@ def source_of(store: Store, run_id: str, key_id: str | None, name: str) -> Any:
 
 
 def read_run_model(view: RunView, *, step: int | None = None, name: str = "main", **more: Any) -> Any:
-    """Return the trained model of a run, as the reader of models gives it: `tensors`, `step`, `rounds` and more.
+    """Return the trained model of a run. The result has `tensors`, `step`, `rounds` and more.
 
     Args:
         view: the run.
-        step: take the newest round at or before this step of the run. None: the newest round.
+        step: the step of the run. The model is the newest round at or before this step. None: the newest round.
         name: the name of the DiLoCo. Default "main".
         more: the options `rounds`, `dtype` and `outer_optimizer`, as `Run.model` describes them.
 
@@ -84,18 +85,18 @@ def read_run_model(view: RunView, *, step: int | None = None, name: str = "main"
 
 
 def save_run_model(view: RunView, path: Path, *, step: int | None = None, name: str = "main", **more: Any) -> Any:
-    """Write the trained model of a run to a safetensors file; return the content of the file.
+    """Write the trained model of a run to a safetensors file, and return a description of the file's content.
 
     Args:
         view: the run.
         path: the file. An existing file is replaced.
-        step: take the newest round at or before this step of the run. None: the newest round.
+        step: the step of the run. The model is the newest round at or before this step. None: the newest round.
         name: the name of the DiLoCo. Default "main".
         more: the options `rounds`, `dtype` and `outer_optimizer`, as `Run.model` describes them.
 
     Raises:
         OSError: the file cannot be written.
-        RunNotFoundError, ReplicasError, ValueError, MissingDependencyError: as for `read_run_model`.
+        RunNotFoundError, ReplicasError, ValueError, MissingDependencyError: see `read_run_model`.
 
     Example:
         save_run_model(view_of(attach("first-try")), Path("model.safetensors"))
@@ -106,10 +107,10 @@ def save_run_model(view: RunView, path: Path, *, step: int | None = None, name: 
 
 
 def has_model(store: Store, run_id: str, outcomes: Iterable[Outcome]) -> bool:
-    """Return whether replicas of an ended run had rounds of a DiLoCo named `main`, whose model a command can write.
+    """Return True if an ended run has a model of the DiLoCo `main`, so that the CLI can print a hint to write it.
 
     Args:
-        store: the store of the run. It is read only if a replica reported a round.
+        store: the store of the run. It is only read if a replica reported a round.
         run_id: the id of the run.
         outcomes: the outcomes of its replicas.
     """
@@ -117,5 +118,5 @@ def has_model(store: Store, run_id: str, outcomes: Iterable[Outcome]) -> bool:
         return False
     try:
         return exists(store, f"{run_id}/diloco/main/snapshot/0")
-    except StoreError:  # a hint is not worth an error
+    except StoreError:  # the caller only prints a hint, so an outage is not an error here
         return False

@@ -1,4 +1,4 @@
-"""The page of a run, read through its view: as one JSON document, or as one HTML file."""
+"""Makes the page of a run from its view: as one JSON document, or as one HTML file."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def report_document(view: RunView) -> dict[str, Any]:
     events = list(events_of(view, note=problems.append))
     try:
         task = read_task(view.store, view.run_id).record
-    except StoreError as error:  # the rest of the page is worth showing
+    except StoreError as error:  # the other parts of the page are still useful
         problems.append(str(error))
-    with contextlib.suppress(BackendError):  # a backend that is not installed here may have no pages
+    with contextlib.suppress(BackendError):  # if the backend is not installed here, the page has no links to jobs
         pages = list(map(page_of_job, handles))
     subject = Subject(
         url=view.url, record=view.record, task=task, now=now, metrics=metrics, events=events, pages=pages,
@@ -45,14 +45,14 @@ def report_document(view: RunView) -> dict[str, Any]:
 
 
 def write_report(view: RunView, path: Path) -> Path:
-    """Write the run, as it is now, as one self-contained HTML page; return its path.
+    """Write the current state of the run as one self-contained HTML page, and return the path of the file.
 
     Args:
         view: the run.
         path: the file. An existing file is replaced.
 
     Raises:
-        OSError: there is no such folder, or it cannot be written to.
+        OSError: the folder does not exist or cannot be written.
         StoreError, BackendError: the state of the run cannot be read.
 
     Example:

@@ -1,6 +1,8 @@
-"""Reads the states of the replicas of a run, with one list of the store and one question to the backend per look.
+"""Reads the states of the replicas of a run.
 
-The list shows which records are new, and only these are read. ADR 0019 gives the reasons.
+Each look needs one list request to the store and one question to the backend.
+
+The list shows which records are new, and only these are read. ADR 0019 has the reasons.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from executors.view.heartbeats import Heartbeats
 from executors.view.installations import Installations
 from executors.view.service_reasons import ServiceReasons
 
-FAR_PAUSES_S = (0.25, 4.0)  # without pauses, watching 64 replicas for an hour takes 60,000 requests
+FAR_PAUSES_S = (0.25, 4.0)  # without these pauses, watching 64 replicas for an hour would need 60,000 requests
 RECENT_S = 0.2
 LEASE_LOOK_S = 10.0  # between two reads of a lease, because another process may take it over at any time
 ADDING_S = 60.0  # the longest time from the record of added ranks to the first record of their attempts
@@ -48,9 +50,9 @@ R = TypeVar("R")
 # More than 20 methods: outcomes, handles and states of replicas come from one list of the store and one question to the
 # backend, and each may correct the others in the same look. In separate classes, each would hold the other two.
 class RunStateReader:
-    """Reads the states of a run's replicas, and keeps what this process has seen.
+    """Reads the states of a run's replicas, and remembers everything that it has read.
 
-    A terminal status stays until a newer attempt is found.
+    An ended replica stays ended until a newer attempt is found.
 
     Args:
         store: the store of the run.
@@ -106,12 +108,12 @@ class RunStateReader:
 
     @property
     def inventory(self) -> Inventory:
-        """The list of the replicas' records, as of the last look."""
+        """The list of the replicas' records at the last look."""
         return self._inventory
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks that were launched, or added since, as of the last look."""
+        """The launched ranks and the ranks that were added before the last look."""
         return self._ranks
 
     def backend(self, rank: int) -> str:
@@ -123,10 +125,12 @@ class RunStateReader:
         return pauses() if self.is_near else pauses(*FAR_PAUSES_S)
 
     def look(self, ranks: Sequence[int] | None = None) -> list[ReplicaState]:
-        """Return the states of replicas, without reported numbers. A replica that awaits a restart is pending.
+        """Return the states of replicas, without the numbers that they report.
 
-        A look takes one list of the store, the reads of new outcomes and handles, and one call of the backend for all
-        replicas without an outcome. If a replica has failed, the new entries of the log of decisions are read, too.
+        A replica that waits for a restart is pending.
+
+        A look makes one list request, reads new outcomes and handles, and asks the backend once for all replicas
+        without an outcome. If a replica has failed, it also reads the new entries of the decision log.
 
         Args:
             ranks: the ranks. None: all ranks.
@@ -144,13 +148,13 @@ class RunStateReader:
         launcher = self.record.launcher
         if self._inventory.records or launcher is None or not has_ended(launcher):
             return False
-        # At other backends, a replica may run before a record of it exists.
+        # On other backends, a replica may run before it has a record.
         with contextlib.suppress(BackendError):
             return self.placements.knows_attempts
         return False
 
     def _never_started(self, state: ReplicaState) -> ReplicaState:
-        """Return a pending replica as failed, because its launcher died. The outcome is not written to the store."""
+        """Return a pending replica as failed, because its launcher died. No outcome is written to the store."""
         if state.status is not ReplicaStatus.PENDING:
             return state
         who = f"the process {self.record.launcher_pid} of {self.record.created_by}"
@@ -182,9 +186,9 @@ class RunStateReader:
         )
 
     def about_to_start(self) -> str | None:
-        """Return a few words on the replicas that another process is about to start. None if no process is.
+        """Return a text about replicas that another process will start soon. None if no process will.
 
-        A look at the states shows only the replicas that have a record of their own.
+        Other methods only see replicas that already have a record.
         """
         self.update()
         if resumed := self._restarts.about_to_start({rank: self._inventory.newest(rank) for rank in self.ranks}):
@@ -203,7 +207,7 @@ class RunStateReader:
         attempts = [Attempt(self.store, self.run_id, *each[:2]) for each in new]
 
         def is_forged(attempt: Attempt) -> bool | None:
-            with contextlib.suppress(StoreError):  # unknown now; the next look asks again
+            with contextlib.suppress(StoreError):  # the store did not answer; the next look asks again
                 return attempt.has_forged_outcome
             return None
 
@@ -219,7 +223,8 @@ class RunStateReader:
         def is_forged(each: tuple[int, int, str]) -> bool:
             rank, number, name = each
             with contextlib.suppress(StoreError):  # the next look asks again
-                # A list takes a while. It may have the copy and lack the signed record, although that is created first.
+                # A list takes a while, so it may show the copy and not yet the signed record, although the signed
+                # record is created first.
                 return not Attempt(self.store, self.run_id, rank, number).has(f"{name}.json")
             return False
 
@@ -228,11 +233,11 @@ class RunStateReader:
 
     @property
     def decisions(self) -> Sequence[Decision]:
-        """The entries of the log of decisions that were read so far."""
+        """The entries of the decision log that this process has read."""
         return self._restarts.decisions
 
     def share_log(self, log: DecisionLog) -> None:
-        """Share the entries that were read with another reader of the run's log, in both directions."""
+        """Share the decision log with another reader of the same run, so that each entry is read once."""
         self._restarts.share_log(log)
 
     @property
@@ -248,9 +253,9 @@ class RunStateReader:
     def has_ended_with_launcher(self, rank: int) -> bool:
         """Return True if the supervisor of a rank and the launcher of its attached run are known to have ended.
 
-        One rule for all backends: local replicas name their launcher in the handle, and jobs of a service have a lease
-        that the launcher renews. In a process that watches the run the answer is False, because this process
-        starts the next attempt.
+        The rule is the same for all backends. The handle of a local replica names its launcher, and the launcher renews
+        a lease for jobs of a service. In a process that watches the run the answer is always False, because this
+        process starts the next attempt.
 
         Args:
             rank: the rank.
@@ -264,12 +269,15 @@ class RunStateReader:
         return supervisor.launcher_is_gone or self._has_lease_ended()
 
     def _has_lease_ended(self) -> bool:
-        """Return True if no process renews the lease of an attached run. The store is asked every few seconds."""
+        """Return True if no process renews the lease of an attached run.
+
+        The store is asked again after some seconds.
+        """
         now = time.monotonic()
         if now >= self._lease_read_at + LEASE_LOOK_S:
             try:
                 self._lease_ended = has_lease_ended(self.store, self.run_id, time.time())
-            except StoreError:  # unknown is not ended; the next look asks again
+            except StoreError:  # without an answer, the lease counts as renewed; the next look asks again
                 return False
             self._lease_read_at = now
         return self._lease_ended
@@ -293,7 +301,7 @@ class RunStateReader:
         return [self._state(rank, None, "") for rank in self._read(ranks)]
 
     def _read(self, asked: Sequence[int] | None) -> Sequence[int]:
-        """List the records, read the new outcomes, and return the ranks that were asked for. None: all ranks."""
+        """List the records, read the new outcomes, and return the requested ranks. None: all ranks."""
         self.update()
         ranks = self.ranks if asked is None else asked
         over = [each for each in map(self.attempt, ranks) if self._inventory.has(each.rank, each.number, "outcome")]
@@ -315,7 +323,8 @@ class RunStateReader:
             self.update()
             restarted = [rank for rank in ended if self.attempt(rank) != newest[rank]]
             self.map(lambda rank: self._record_reported_end(rank, seen[rank][0]), sorted({*ended} - {*restarted}))
-            if restarted:  # a newer attempt was started during the call, so the answer does not describe it
+            # A newer attempt was started during the call, so the backend's answer is about the older attempt.
+            if restarted:
                 others = [rank for rank in ranks if rank not in restarted]
                 found = [self._state(rank, *seen.get(rank, (None, ""))) for rank in others]  # the look may find newer
                 return sorted([*found, *self._look(restarted)], key=lambda state: ranks.index(state.rank))
@@ -337,7 +346,7 @@ class RunStateReader:
         return len(self._inventory.joined(self.record.world_size) - {*self._ranks})
 
     def update(self, max_age_s: float = 0.0) -> None:
-        """List the replicas' records, unless the last list is younger than `max_age_s` seconds."""
+        """List the replicas' records again, unless the last list is less than `max_age_s` seconds old."""
         if time.monotonic() - self._updated_at >= max_age_s:
             found = Inventory.of(self.store, self.run_id)
             with self._merging:  # a thread with an older list must not remove records that another thread has found
@@ -360,29 +369,32 @@ class RunStateReader:
         return known if is_final or (known and known.attempt == self._inventory.newest(rank)) else None
 
     def problem(self, rank: int) -> Outcome | None:
-        """Return the outcome to show for a rank whose records are damaged or false. None if they are sound."""
+        """Return a substitute outcome for a rank with damaged or forged records. None if the records are sound."""
         found = self._problems.get(rank)
         return found if found is not None and found.attempt == self._inventory.newest(rank) else None
 
     def handle(self, rank: int, *, insists: bool = False) -> Any:
-        """Return the handle of a rank. None: there is none yet, or the backend cannot find it now.
+        """Return the handle of a rank. None if it has no handle yet, or the backend cannot find it now.
 
         Args:
             rank: the rank.
-            insists: True to get a BackendError, and not None, if the backend cannot answer now. Default: False.
+            insists: True: if the backend cannot answer now, raise BackendError. False, the default: return None.
 
         Raises:
             CorruptObjectError: the record in the store is not a handle of this backend.
             BackendError: `insists` is True, and the backend cannot say now whether it has a job of this rank.
         """
         _, handle = self._handles.get(rank, (None, None))
-        if handle is None:  # the launcher may write it later
+        if handle is None:  # not kept, because the launcher may write the handle later
             self.update(RECENT_S)
             handle = self._newest_handle(rank, insists=insists)
         return handle
 
     def handles(self) -> list[Any]:
-        """Return the handles in rank order. None: a rank has no handle, or its handle cannot be read."""
+        """Return the handles in rank order.
+
+        An entry is None if the rank has no handle, or its handle cannot be read.
+        """
         if any(self._handles.get(rank, (None, None))[1] is None for rank in self.ranks):
             self.update()
         return self._newest_handles(self.ranks)
@@ -393,14 +405,14 @@ class RunStateReader:
         return found or [self.attempt(rank).at(0)]
 
     def handle_at(self, attempt: Attempt) -> Any:
-        """Return the handle of an attempt. None: it has none that this process can read."""
+        """Return the handle of an attempt. None if it has no handle, or this process cannot read the handle."""
         if attempt.number == self._inventory.newest_launched(attempt.rank):
             return self._readable_handle(attempt.rank)
         number, known = self._handles.get(attempt.rank, (None, None))
         return known if number == attempt.number else attempt.handle(self.backend(attempt.rank))
 
     def collect_missing(self, ranks: Sequence[int]) -> None:
-        """Get outcomes from the backend for replicas that have ended and could not write an outcome to the store.
+        """Ask the backend for the outcomes of ended replicas that could not write an outcome themselves.
 
         Args:
             ranks: the ranks that have ended.
@@ -414,7 +426,7 @@ class RunStateReader:
                 self._outcomes[rank] = self._of_row(self.attempt(rank), row)
 
     def ending(self, state: ReplicaState) -> Outcome:
-        """Return the known outcome of a replica, or a new outcome with its status."""
+        """Return the outcome of a replica. If there is none, return a new one with the replica's status."""
         known = None if state.restart.is_awaited else state.outcome or self.outcome(state.rank)
         return known or self.attempt(state.rank).new_outcome(state.status)
 
@@ -423,7 +435,7 @@ class RunStateReader:
         return at_store(self.store, act, list(items))
 
     def _keep_outcome(self, attempt: Attempt) -> bool:
-        """Read and keep the outcome of an attempt. Return False if it has none yet."""
+        """Read and remember the outcome of an attempt. Return False if it has none yet."""
         try:
             outcome = attempt.outcome()
         except CorruptObjectError as error:
@@ -459,7 +471,7 @@ class RunStateReader:
             return None
 
     def _newest_handle(self, rank: int, *, insists: bool = False) -> Any:
-        """Return the handle of the rank's newest launched attempt. It is read once for each attempt."""
+        """Return the handle of the rank's newest attempt that was launched. Each handle is read once."""
         launched = self._inventory.newest_launched(rank)
         if launched is None or self._has_handle(rank, launched):
             return self._handles.get(rank, (None, None))[1]
@@ -469,7 +481,7 @@ class RunStateReader:
             found = self.placements.find_handle(attempt.bare_handle(self.backend(rank)), insists=insists)
             if found is None and (
                 outcome := attempt.outcome()
-            ):  # the backend has found that it was never started, and has recorded that
+            ):  # the backend has recorded that it could not start the attempt
                 self._outcomes[rank] = outcome
         self._handles[rank] = (launched, found)
         return found
@@ -477,12 +489,12 @@ class RunStateReader:
     def _ask_backend(
         self, newest: Mapping[int, Attempt], handles: Mapping[int, Any]
     ) -> dict[int, tuple[ReplicaStatus | None, str]]:
-        """Return the status that the backend reports for each replica, and a text on what it waits for."""
+        """Return for each replica the status that the backend reports, and a text on the thing that it waits for."""
         replicas = [PendingReplica(handles[rank], attempt.number) for rank, attempt in newest.items()]
         try:
             found = self.placements.observe(replicas)
         except (CorruptObjectError, UnknownHandleError, UnwritableStoreError) as error:
-            if len(newest) > 1:  # one question for each replica finds the one with the bad record
+            if len(newest) > 1:  # asking for each replica alone shows which one has the bad record
                 each_alone = (self._ask_backend({rank: attempt}, handles) for rank, attempt in newest.items())
                 return {rank: seen for alone in each_alone for rank, seen in alone.items()}
             (rank,) = newest
@@ -503,7 +515,7 @@ class RunStateReader:
         if self.outcome(rank) is not None:
             return
         attempt = self.attempt(rank)
-        # A replica writes its outcome before its process ends, so it may be in the store now.
+        # A replica writes its outcome before its process ends, so the outcome may be in the store by now.
         if not self._keep_outcome(attempt) and reported is not ReplicaStatus.SUCCEEDED:
             try:
                 self._outcomes[rank] = self._record_for(attempt, reported)
@@ -511,7 +523,7 @@ class RunStateReader:
                 self._keep_unrecorded(rank, error)
 
     def _keep_unrecorded(self, rank: int, error: UnwritableStoreError) -> Outcome:
-        """Keep an outcome for this look only, because it could not be written to the store."""
+        """Return an outcome for this look only, because the store does not accept it."""
         if error.outcome is None:
             raise error
         said = error.outcome.error or ""
@@ -520,14 +532,17 @@ class RunStateReader:
         return found
 
     def _record_for(self, attempt: Attempt, reported: ReplicaStatus | None) -> Outcome:
-        """Write an outcome from the backend's report, for a backend that writes none itself."""
+        """Write an outcome from the backend's report. Such a backend does not write outcomes itself."""
         (row,) = self.placements.collect([self.handle(attempt.rank)], timeout=0)
         if reported is not ReplicaStatus.CANCELLED and row.get("reason") not in REASONS:
             return attempt.record_lost(f"{self.backend(attempt.rank)} reports it {reported}")
         return attempt.record(self._of_row(attempt, {**row, "status": reported}))
 
     def _of_row(self, attempt: Attempt, row: Mapping[str, Any]) -> Outcome:
-        """Return the outcome that an executor reports for a replica without one. In a signed run it is unproven."""
+        """Return the outcome that an executor reports for a replica without an outcome.
+
+        In a signed run it counts as unproven.
+        """
         return replace(Outcome.of_row(attempt.rank, attempt.number, row), unproven=self.record.settings.signed)
 
     def _state(self, rank: int, reported: ReplicaStatus | None, doing: str) -> ReplicaState:
@@ -546,10 +561,10 @@ class RunStateReader:
 
 
 def unreadable(attempt: Attempt, error: Exception) -> Outcome:
-    """Return the outcome to show for an attempt with damaged records. It is not written to the store.
+    """Return a substitute outcome for an attempt with damaged records. It is not written to the store.
 
     Args:
         attempt: the attempt.
-        error: the error that its record raised.
+        error: the error of reading the record.
     """
     return attempt.new_outcome(ReplicaStatus.FAILED, "lost", error=str(error), finished_at=time.time())

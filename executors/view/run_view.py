@@ -1,4 +1,4 @@
-"""A run as its records and its backend show it: the parts of `Run` that only read, for the command and other rooms."""
+"""Reads a run from its records and its backend. `RunView` has the parts of `Run` that change nothing."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ from executors.task.record import RunRecord, find_run_record
 from executors.task.removal_record import find_removal
 from executors.view.run_state_reader import RECENT_S, RunStateReader
 
-START_LOOK_S = 30.0  # between two questions whether the start of a run was abandoned
+START_LOOK_S = 30.0  # between two checks whether the start of a run was abandoned
 ABANDONED = "its launcher ended before all replicas were started"
 
 
 class RunView:
     """Reads a run: its record, its placements, and the state of its replicas.
 
-    `Run` holds one view. `executors.run.run.view_of` returns it to the command and to other rooms. A replica that
-    writes a page makes a view of its own.
+    `Run` contains a view, and `executors.run.run.view_of` returns it. A replica that writes the page makes its own
+    view.
 
     Args:
         store: the store of the run.
         run_id: the id of the run.
-        executor: the executor of the run, several, or the name of one. None: the backends that the record names.
-        handles: the handles of a launch of this process, in rank order. None: they are read from the store.
+        executor: the run's executor, a list of executors, or the name of a backend. None: the backends in the run's
+            record.
+        handles: the handles in rank order, if this process launched the run. None: they are read from the store.
 
     Example:
         view = RunView(open_store("s3://bucket/runs"), "brave-otter-7f3a")
@@ -70,7 +71,7 @@ class RunView:
 
     @cached_property
     def record(self) -> RunRecord:
-        """The run's `run.json`: who launched what, when, on which backends and with which options.
+        """The run's record `run.json`: who launched it and when, its entrypoint, backends and options.
 
         Raises:
             RunBeingRemovedError: `replicas rm` has begun to delete the run.
@@ -84,14 +85,16 @@ class RunView:
                 raise RunBeingRemovedError(removal.describe(self.run_id, reference(self.run_id, self.store.url)))
             check_is_located(self.run_id, self.store.url)
             raise RunNotFoundError(f"No run {self.run_id!r} at {self.store.url}.")
-        hold_key_of(self.run_id, self.store.url, record.key_id)  # before any record of a replica is read
+        # Before any record of a replica is read, because the key proves them.
+        hold_key_of(self.run_id, self.store.url, record.key_id)
         return record
 
     def check_not_removed(self) -> None:
-        """Check that no process has begun to delete the run.
+        """Check that no process is deleting the run.
 
         Raises:
-            RunBeingRemovedError: `replicas rm` has begun to delete it. The message names the command that finishes.
+            RunBeingRemovedError: `replicas rm` has begun to delete it. The message names the command that completes the
+                removal.
             StoreError: the store does not answer.
 
         Example:
@@ -102,12 +105,15 @@ class RunView:
 
     @property
     def url(self) -> str:
-        """The run's address. `attach` finds the run by it from any machine that reaches the store."""
+        """The run's address, which `attach` takes on any machine that reaches the store."""
         return address_of(self.store.url, self.run_id)
 
     @property
     def backend(self) -> str:
-        """The name of the run's backend. Several backends have their numbers of replicas, as in `slurm:4,modal:4`."""
+        """The name of the run's backend.
+
+        Several backends are named with their numbers of replicas, as in `slurm:4,modal:4`.
+        """
         return self.placements.backend_name
 
     @property
@@ -135,7 +141,7 @@ class RunView:
 
     @property
     def noted(self) -> Note | None:
-        """This machine's note of the launch of the task that the record names. None on other machines."""
+        """The note on this machine about the launch of the run's task. None on machines that did not launch it."""
         note = noted_at_launch(self.run_id, self.store.url)
         return note if note is not None and note.task_digest == self.record.task_digest else None
 
@@ -146,7 +152,10 @@ class RunView:
 
     @property
     def task_digest(self) -> str | None:
-        """The sha256 of the run's task, which another machine needs for a resume. None: launched elsewhere."""
+        """The sha256 of the run's task, which another machine needs for a resume.
+
+        None if another machine launched the run.
+        """
         note = noted_at_launch(self.run_id, self.store.url)
         return None if note is None else note.task_digest
 
@@ -156,7 +165,7 @@ class RunView:
         return self.reader.handles()
 
     def outcomes(self) -> list[Outcome]:
-        """Return the outcomes in rank order, without waiting. A replica that has none is pending or running."""
+        """Return the outcomes in rank order at once. A replica without an outcome has the status pending or running."""
         states = self.reader.look()
         if all(state.is_over for state in states):
             self.reader.collect_missing(self.reader.ranks)
@@ -166,7 +175,8 @@ class RunView:
         """Return the state of every replica, with its last report.
 
         Args:
-            reports: False leaves out the reports, which saves one request per replica at a bucket. Default: True.
+            reports: True, the default, adds the last report of each replica. This costs one request per replica at a
+                bucket.
         """
         states = self._with_abandoned(self.reader.look())
         replicas = self.reader.with_reports(states) if reports else states
@@ -175,7 +185,7 @@ class RunView:
     def recorded_status(self) -> RunStatus:
         """Return the state of every replica from the store alone: the backend is not asked.
 
-        A replica whose job has died without an outcome has its last known state.
+        If a job has died without an outcome, the replica still has its last known state.
 
         Raises:
             StoreError: the store cannot be read.
@@ -189,7 +199,7 @@ class RunView:
         return self.reader.status(self.reader.with_reports(self.reader.recorded()))
 
     def _with_abandoned(self, states: Sequence[ReplicaState]) -> Sequence[ReplicaState]:
-        """Return the states, with a note at each replica that waits for a launcher that is gone."""
+        """Return the states. Each replica that waits for a launcher that has died gets a note."""
         inventory = self.reader.inventory
         waiting = {
             state.rank
@@ -201,7 +211,7 @@ class RunView:
         if not waiting:
             return states
         now = time.monotonic()
-        if now >= self._start_looked_at + START_LOOK_S:  # each answer costs requests, and a start takes minutes
+        if now >= self._start_looked_at + START_LOOK_S:  # the check costs requests, and a start takes minutes
             self._start_looked_at = now
             self._start_was_abandoned = was_start_abandoned(self.store, self.run_id, time.time())
         if not self._start_was_abandoned:
@@ -209,7 +219,7 @@ class RunView:
         return [replace(state, doing=ABANDONED) if state.rank in waiting else state for state in states]
 
     def newest_attempt(self, rank: int) -> Attempt:
-        """Return the newest attempt of a rank. Its number is 0 until the rank was resumed or restarted.
+        """Return the newest attempt of a rank. Attempt 0 is the launch; each resume or restart adds one.
 
         Args:
             rank: the rank.
@@ -232,7 +242,7 @@ class RunView:
         return RunStateReader(self.store, self.run_id, self.record, self.placements, self._launched)
 
     def check_rank(self, rank: int) -> int:
-        """Return a rank of the run.
+        """Return the rank if the run has it.
 
         Args:
             rank: the rank that the user gave.
@@ -246,7 +256,7 @@ class RunView:
 
 
 def all_artifacts(view: RunView, rank: int) -> list[Artifact]:
-    """List all objects where a rank keeps its files. The names of some cannot be written as files.
+    """List all objects in the artifact folder of a rank. Some of their names are not valid file names.
 
     Args:
         view: the run.

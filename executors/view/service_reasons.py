@@ -1,4 +1,4 @@
-"""Asks services why they ended replicas: an outcome has only a signal, and the job has a reason once it has ended."""
+"""Asks cloud services why they ended replicas. The outcome has only a signal; the ended job has the reason."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from executors.errors import BackendError, CorruptObjectError, UnknownHandleErro
 from executors.protocol import Outcome
 from executors.registry.placements import Placements, known_supervisors
 
-ASK_WHY_S = 3600.0  # services forget their jobs
-ANSWERS_IN_S = 20.0  # a job may take some seconds to be gone
+ASK_WHY_S = 3600.0  # after this time services have forgotten their jobs
+ANSWERS_IN_S = 20.0  # the end of a job is visible after some seconds
 
 
 class ServiceReasons:
@@ -29,7 +29,7 @@ class ServiceReasons:
         """By rank and attempt, the monotonic time until which an answer may come. 0.0: no answer is awaited."""
 
     def is_awaited(self, end: Outcome | None) -> bool:
-        """Return True if a service may soon have the reason of an end.
+        """Return True if the service may soon report the reason of an end.
 
         Args:
             end: the outcome of an attempt. None: the attempt has not ended.
@@ -37,7 +37,7 @@ class ServiceReasons:
         return end is not None and time.monotonic() < self._waited_until.get((end.rank, end.attempt), 0.0)
 
     def ask(self, ends: Sequence[Outcome], placements: Placements, handle_of: Callable[[int], Any]) -> list[Outcome]:
-        """Return the ends that have a reason now. Read their outcomes again.
+        """Return the outcomes for which a reason was recorded now. The caller must read them again.
 
         Args:
             ends: the outcomes of replicas that have ended.
@@ -57,6 +57,6 @@ class ServiceReasons:
                     attempt = Attempt.from_handle(handle, placements.name_at(end.rank)).at(end.attempt)
                     attempt.record_service_reason(supervisor.reason, supervisor.error)
                     explained.append(end)
-                elif placements.lease_s is not None:  # replicas run as jobs, which have reasons to end
+                elif placements.lease_s is not None:  # only replicas that run as jobs have reasons at a service
                     self._waited_until.setdefault((end.rank, end.attempt), time.monotonic() + ANSWERS_IN_S)
         return explained
