@@ -6,7 +6,7 @@ BIN := .venv/bin
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 SCHEDULES ?=
 
-.PHONY: help install demo compiled test test-all test-browser test-radosgw test-slurm test-ray test-kubernetes package picture lint bench docs docs-links surface simulate simulate-restarts clean
+.PHONY: help install demo compiled test test-all test-browser test-radosgw test-slurm test-ray test-kubernetes package pictures lint bench docs docs-links surface simulate simulate-restarts clean
 
 help:
 	@echo "make demo      train a small model with four local replicas"
@@ -18,7 +18,7 @@ help:
 	@echo "make test-ray  the backend ray at a real head on loopback; installs Ray (380 MB) into .venv-ray"
 	@echo "make test-kubernetes  the contracts and the table of answers at the cluster of KUBECONFIG (its current context)"
 	@echo "make package   wheel and sdist into dist/, installed and tried in empty environments (part of make test-all)"
-	@echo "make picture   examples/report.png: the page of a run with a kill in it, in chromium"
+	@echo "make pictures  each picture of the documentation, by its recipe in docs/pictures/ (needs chromium)"
 	@echo "make docs      the site in docs/_build/html, without network (part of make test)"
 	@echo "make docs-links  the same, and whether each link to another site answers"
 	@echo "make surface   docs/surface.txt: the public names, options, settings and exit codes"
@@ -94,8 +94,8 @@ surface: install
 package: install
 	REPLICAS_DIST=$(CURDIR)/dist $(BIN)/python -m pytest tests/docs/test_package.py
 
-picture: install
-	PYTHONPATH=tests $(BIN)/python -m support.picture examples/report.png
+pictures: install
+	$(BIN)/python -m docs.pictures
 
 bench: install
 	$(BIN)/python -m tests.benchmarks
