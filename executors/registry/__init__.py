@@ -1,11 +1,11 @@
-"""Finds things by name: the executor of a backend, the backends of a run's ranks, and the runs of this machine.
+"""Finds objects by name: the executor of a backend, the backends of a run's ranks, and the runs of this machine.
 
-Read this file first: `get_executor` makes an executor. An adapter imports its SDK when it is first used. Then read
-`placements.py` (which backend has rank r), `run_placements.py` (the same from the records of a run), and `run_index.py`
-(which runs this machine knows). Names and records enter, and executors, backends and store urls leave.
+Read this file first: `get_executor` makes an executor from the name of its backend. An executor imports its SDK when it
+first needs it. `placements.py` knows the backend of each rank. `run_placements.py` reads this from the records of a
+run. `run_index.py` knows the runs of this machine.
 
-The user may name any class, as `pkg.mod:Class`. A record may not. Otherwise, any process that can write to a bucket
-could choose the code that runs on every machine that reads it. `executor_of_record` accepts only the names of known
+The user may name any class as `pkg.mod:Class`, but a record may not. Otherwise, any process that can write to a bucket
+could choose code that runs on every machine that reads it. `executor_of_record` accepts only the names of known
 backends, and only options that their classes allow.
 """
 
@@ -44,26 +44,26 @@ ATTRIBUTES = ("backend_name", "supports_inter_replica_network")
 
 
 class OptionText(str):
-    """The value of a backend's option as the user wrote it.
+    """The value of a backend's option, as text that the user typed.
 
-    The type of the option decides how to read it. For an option that takes a text, as a version of Python is, `3.14` is
-    a text. For an option that takes a number, it is a number.
+    The option's type decides how the text is read. For an option of type str, such as a version of Python, `3.14` stays
+    a text. For an option of type float, it becomes a number.
     """
 
 
 def known_backends() -> dict[str, str]:
-    """Return the name and `module:Class` of every backend, built-in or registered by an installed package."""
+    """Return the known backends: `module:Class` by name. They are built in, or registered by an installed package."""
     from importlib.metadata import entry_points
 
     return {**{point.name: point.value for point in entry_points(group=ENTRY_POINTS)}, **BUILT_IN}
 
 
 def executor_class(name: str) -> type[ServerlessExecutor]:
-    """Find the class of a backend by its name, or by `pkg.mod:Class`.
+    """Return the class of a backend, given its name or `pkg.mod:Class`.
 
     Raises:
-        UnknownBackendError: there is none; the message names the nearest.
-        BackendError: it cannot be imported, or is not an executor.
+        UnknownBackendError: no backend has this name. The message names the most similar one.
+        BackendError: the class cannot be imported, or is not an executor.
     """
     path = name if ":" in name else BUILT_IN.get(name) or known_backends().get(name)
     if path is None:
@@ -92,18 +92,18 @@ def get_executor(name: str, options: Mapping[str, Any] | None = None) -> Serverl
     """Make the executor of a backend.
 
     Args:
-        options: keyword arguments of its constructor. An `OptionText` is read as its option's type wants it.
+        options: keyword arguments of its constructor. An `OptionText` is converted to the type of its option.
 
     Raises:
-        UnknownBackendError, BackendError: as `executor_class`; or it is registered by another name than its
+        UnknownBackendError, BackendError: see `executor_class`. Also if the backend's registered name differs from
             `backend_name`.
-        ValueError: an option that the backend does not have; the message names the nearest.
+        ValueError: the backend does not have one of the options. The message names the most similar one.
     """
     cls = executor_class(name)
     options = read_options(cls, options or {})
     check_option_names(name, cls, options)
     executor = check_executor(cls(**options))
-    if ":" not in name and executor.backend_name != name:  # its runs would be recorded by a name that leads nowhere
+    if ":" not in name and executor.backend_name != name:  # the name in the records of its runs would find no backend
         raise BackendError(
             f"A backend is registered as {name!r}, and the backend_name of its class, {import_path(executor)}, is "
             f"{executor.backend_name!r}. Make them one, in the package that registers it, or name the class: "
@@ -113,7 +113,7 @@ def get_executor(name: str, options: Mapping[str, Any] | None = None) -> Serverl
 
 
 def check_option_names(backend: str, cls: type, names: Iterable[str]) -> None:
-    """Raises: ValueError: an option that the backend does not have; the message names the nearest."""
+    """Raises: ValueError: the backend does not have one of the options. The message names the most similar one."""
     taken = inspect.signature(cls).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
         for option in names:
@@ -124,7 +124,7 @@ def check_option_names(backend: str, cls: type, names: Iterable[str]) -> None:
 
 
 def read_options(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with each text read as the type of its option wants it.
+    """Return the options. Each `OptionText` is converted to the type of its option.
 
     Args:
         cls: the executor's class, whose constructor declares the types.
@@ -147,21 +147,22 @@ def read_options(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
 def _read(text: str, hint: Any) -> Any:
     text = str(text)
     value = json_or_text(text)
-    # A list or an object in the place of a text is a mistake, and is refused as one.
+    # A list or an object is not converted to text, because the user has probably made a mistake.
     is_text = isinstance(value, bool | int | float | None) and not fits(value, hint) and fits(text, hint)
     return text if is_text else value
 
 
 def parameters_of(cls: type) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a class's constructor by name, with their types as far as those can be found."""
+    """Return the parameters of a class's constructor by name, with their types if these can be resolved."""
     try:
         return inspect.signature(cls, eval_str=True).parameters
-    except (NameError, TypeError, AttributeError):  # a third party's annotations may name what is not imported
+    # Annotations of another package may name a type that is not imported.
+    except (NameError, TypeError, AttributeError):
         return inspect.signature(cls).parameters
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Return whether a JSON value is of a type; every value fits a type that JSON cannot express.
+    """Return True if a JSON value has a type. If JSON cannot express the type, every value has it.
 
     Args:
         value: the value, as `json.loads` returns it.
@@ -200,8 +201,8 @@ def executor_of_record(
         options: the options that this machine noted at the launch. Default: the options that a record may give.
 
     Raises:
-        BackendError: the record names no known backend, or an option that is not taken from a record; or the run is of
-            another backend than the one named.
+        BackendError: the backend in the record is not known, differs from `named`, or has an option that a record may
+            not give.
     """
     if named is None:
         _check_is_known(record)
@@ -221,10 +222,10 @@ def executor_of_record(
 
 
 def check_backend_of(record: Placement, executor: ServerlessExecutor | type[ServerlessExecutor]) -> None:
-    """Check that an executor, or the class of one, is of the backend that the run was launched on.
+    """Check that an executor, or its class, belongs to the backend on which the run was launched.
 
     Raises:
-        BackendError: it is of another.
+        BackendError: it belongs to another backend.
     """
     name: object = executor.backend_name
     if name != record.backend and (isinstance(name, str) or not isinstance(executor, type)):
@@ -262,7 +263,7 @@ def _options_of_record(record: Placement, recordable: Recordable) -> Mapping[str
 
 
 def describe_executor(executor: ServerlessExecutor) -> dict[str, Any]:
-    """Return what a run's record says of its executor: backend, executor, executor_options, unrecorded_options."""
+    """Return the executor's part of a run's record: backend, executor, executor_options, unrecorded_options."""
     backend = as_backend(executor)
     recordable, options = backend.recordable_options, backend.options_to_keep
     recorded = {
@@ -280,15 +281,18 @@ def describe_executor(executor: ServerlessExecutor) -> dict[str, Any]:
 
 
 def is_given(value: Any) -> bool:
-    """Tell whether an option's value is more than the absence of one; an object of an SDK is."""
+    """Return True if an option has a value.
+
+    None, an empty text and an empty collection count as no value. An object of an SDK counts as a value.
+    """
     return value is not None and not (isinstance(value, str | Sequence | Mapping) and len(value) == 0)
 
 
 def check_executor(executor: Any) -> ServerlessExecutor:
-    """Return the executor, if it is one.
+    """Return the object if it is an executor.
 
     Raises:
-        TypeError: it lacks one of the five verbs or two attributes, which the message names; or it is a class.
+        TypeError: one of the five methods or two attributes is missing, or the object is a class. The message names it.
     """
     missing = [name for name in VERBS if not callable(getattr(executor, name, None))]
     missing += [name for name in ATTRIBUTES if not hasattr(executor, name)]
@@ -303,13 +307,13 @@ def check_executor(executor: Any) -> ServerlessExecutor:
 
 
 def import_path(executor: ServerlessExecutor) -> str:
-    """Return the path of the executor's class, as a user gives it to `--backend`."""
+    """Return the path of the executor's class as `pkg.mod:Class`, which `--backend` takes."""
     cls = type(executor)
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _unregistered_path(executor: ServerlessExecutor) -> str | None:
-    """Return the path of an executor's class, or None when its backend's name alone leads to it."""
+    """Return the path of an executor's class. None if the name of its backend is enough to find the class."""
     path = import_path(executor)
     if executor.backend_name in BUILT_IN:
         return None if BUILT_IN[executor.backend_name] == path else path
@@ -320,7 +324,7 @@ def _unregistered_path(executor: ServerlessExecutor) -> str | None:
 
 
 def is_recordable(value: Any, expected: type | re.Pattern[str]) -> bool:
-    """Tell whether an option's value may be recorded, and be taken from a record; None always may."""
+    """Return True if a record may contain this value of an option. None is always allowed."""
     if value is None:
         return True
     if isinstance(expected, re.Pattern):

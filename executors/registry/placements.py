@@ -1,4 +1,4 @@
-"""The backends of a run, one or several: a question about a rank goes to the backend that has it."""
+"""The backends of a run, one or several. A question about a rank is passed on to the backend that runs the rank."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ T = TypeVar("T")
 
 
 class PlacedBackend:
-    """A placement of a run, and its backend, which is made when it is needed first.
+    """A placement of a run with its backend. The backend is made when it is first needed.
 
     Args:
-        placement: some ranks, and what their attempts are started with.
+        placement: some ranks, and the values that start their attempts.
         make: returns the backend. It raises BackendError if the backend is not installed on this machine.
     """
 
@@ -62,11 +62,11 @@ class PlacedBackend:
 
 
 class PlacedRanks:
-    """Which backend has which rank of a run, and which backends are installed on this machine.
+    """Knows the backend of each rank of a run, and which backends are installed on this machine.
 
     Args:
         places: the placements with their backends.
-        is_part: True if the run has other placements, too. Default: False.
+        is_part: True if the run also has other placements. Default: False.
 
     Example:
         run.placements.name_at(3)  # "modal"
@@ -116,7 +116,7 @@ class PlacedRanks:
 
     @property
     def _only(self) -> PlacedBackend | None:
-        """The placement of a run that has one. None: the run has several."""
+        """The placement of a run that has exactly one. None if the run has several."""
         return self.placed[0] if len(self.placed) == 1 and not self._is_part else None
 
     @property
@@ -129,7 +129,10 @@ class PlacedRanks:
         return [(placed.placement, backend) for placed in self.placed if (backend := self._backend(placed)) is not None]
 
     def _backend(self, placed: PlacedBackend) -> Backend | None:
-        """Return the backend of a placement. None: it is one of several, and is not installed on this machine."""
+        """Return the backend of a placement.
+
+        None if the run has several backends and this one is not installed here.
+        """
         if self._only is not None:
             return placed.backend
         with contextlib.suppress(BackendError):
@@ -137,22 +140,21 @@ class PlacedRanks:
         return None
 
     def _backend_of(self, handle: ReplicaHandle) -> Backend | None:
-        """Return the backend of a replica. None: it is one of several, and is not installed on this machine."""
-        # A five-verb executor has handles of its own, which need no rank.
+        """Return the backend of a replica. None if the run has several backends and this one is not installed here."""
+        # Handles of an executor outside this project need not have a rank, so the only placement comes first.
         return self._backend(self._only or self.at(handle.rank))
 
     def _backends(self) -> Iterator[Backend]:
         return (backend for _, backend in self.installed)
 
 
-# More than 20 methods: it answers every question of a Backend, for all backends of a run.
+# More than 20 methods: Placements implement the whole interface of a Backend for all backends of a run.
 class Placements(PlacedRanks, Backend):
-    """Where the ranks of a run are: one backend, or several as one.
+    """The backends of a run's ranks, with the interface of one Backend.
 
-    Placements are a Backend themselves. So launcher, reader, canceller and controller work in the same way for a run
-    on one backend and for a run on several. A backend that is not installed on this machine is an error if it is the
-    run's only one. If it is one of several, the store shows the states of its replicas, and their supervisors count as
-    alive.
+    Launcher, reader, canceller and controller work in the same way with one backend and with several. If a run has only
+    one backend and it is not installed on this machine, its methods raise an error. If it is one of several, the states
+    of its replicas come from the store, and their supervisors count as alive.
 
     Example:
         Placements([PlacedBackend(placement, make)]).start_ranks(start)
@@ -174,7 +176,7 @@ class Placements(PlacedRanks, Backend):
 
     @property
     def executor(self) -> ServerlessExecutor:
-        """The executor as the user gave it; of several backends, these placements.
+        """The executor that the user gave. With several backends, it is this object.
 
         Raises:
             BackendError: the only backend is not installed on this machine.
@@ -194,23 +196,23 @@ class Placements(PlacedRanks, Backend):
 
     @property
     def supports_inter_replica_network(self) -> bool:
-        """True if there is one backend, whose replicas reach each other."""
+        """True if the run has one backend, and its replicas can connect to each other."""
         return self._only is not None and self._only.backend.supports_inter_replica_network
 
     @property
     def needs_shared_rendezvous(self) -> bool | None:
-        """True if some replicas see no directory of this machine. None: not known."""
+        """True if some replicas cannot see a directory of this machine. None if this is not known."""
         answers = [backend.needs_shared_rendezvous for backend in self._backends()]
         return None if answers == [None] else any(answers)
 
     @property
     def ends_with_launcher(self) -> bool:
-        """True if some replicas of an attached run end with the process that launched it."""
+        """True if some replicas of an attached run end when their launching process ends."""
         return any(backend.ends_with_launcher for backend in self._backends())
 
     @property
     def is_cancelled_at_exit(self) -> bool:
-        """True if only the launching process can end some replicas of an attached run."""
+        """True if some replicas of an attached run can be ended by the launching process only."""
         return any(backend.is_cancelled_at_exit for backend in self._backends())
 
     @property
@@ -225,7 +227,7 @@ class Placements(PlacedRanks, Backend):
 
     @property
     def starts_single_ranks(self) -> bool:
-        """True if all backends start single ranks, which a supervisor restarts and watches."""
+        """True if all backends can start a single rank, with a supervisor that watches and restarts it."""
         return all(backend.starts_single_ranks for backend in self._backends())
 
     @property
@@ -235,21 +237,30 @@ class Placements(PlacedRanks, Backend):
 
     @property
     def ends_jobs(self) -> bool:
-        """True if some replicas are jobs of a service which `end_jobs` ends without asking the run's store."""
+        """True if some replicas are jobs of a service, which `end_jobs` can end without the run's store."""
         return any(backend.ends_jobs for backend in self._backends())
 
     @property
     def lease_s(self) -> float | None:
-        """How long the replicas that need a lease continue while no process renews it. None: none needs one."""
+        """The seconds that replicas continue after the last renewal of their lease.
+
+        None if no replica needs a lease.
+        """
         return max((backend.lease_s for backend in self._backends() if backend.lease_s is not None), default=None)
 
     @property
     def default_timeout_s(self) -> float | None:
-        """The time limit of the only backend. None: no limit, or each of several has its own."""
+        """The time limit of the only backend.
+
+        None: no limit, or the run has several backends with limits of their own.
+        """
         return None if self._only is None else self._only.backend.default_timeout_s
 
     def price_per_hour(self, gpu: str | None) -> float | None:
-        """Return what an hour of one replica costs at the only backend. None: not known, or there are several."""
+        """Return the price of one replica per hour at the only backend.
+
+        None: not known, or the run has several backends.
+        """
         return None if self._only is None else self._only.backend.price_per_hour(gpu)
 
     def reports_preemption(self, gpu: str | None) -> bool:
@@ -257,7 +268,7 @@ class Placements(PlacedRanks, Backend):
         return any(backend.reports_preemption(gpu) for backend in self._backends())
 
     def installation_note(self, requirements: Sequence[str]) -> str:
-        """Return the sentences of all backends, each once."""
+        """Return the notes of all backends on installation. Equal sentences are returned once."""
         notes = [backend.installation_note(requirements) for backend in self._backends()]
         return " ".join(filter(None, dict.fromkeys(notes)))
 
@@ -266,13 +277,13 @@ class Placements(PlacedRanks, Backend):
     def with_limits(
         self, *, gpu: str | None, timeout_s: float | None, env: Sequence[str], secrets: Sequence[str]
     ) -> Placements:
-        """Return these placements with the GPU, the time limit and the names of the values of a launch.
+        """Return these placements with the given GPU, time limit, environment variables and secrets.
 
         Args:
             gpu: the GPU of each replica. None: no GPU.
             timeout_s: seconds that each replica may run. None: the default of each backend.
-            env: names of environment variables. Their values are not recorded.
-            secrets: names of secrets.
+            env: the names of environment variables. Their values are not recorded.
+            secrets: the names of secrets.
 
         Example:
             placements.with_limits(gpu=None, timeout_s=60.0, env=[], secrets=[])
@@ -286,19 +297,21 @@ class Placements(PlacedRanks, Backend):
         return Placements([with_limits(place, backend) for place, backend in self.installed])
 
     def options_to_note(self) -> tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]]:
-        """Return the options of the first executor, and of each other executor by the name of its placement."""
+        """Return the options of the first executor, and the options of each other executor by the name of its
+        placement.
+        """
         (_, first), *others = self.installed
         return first.options_to_keep, {place.name: backend.options_to_keep for place, backend in others}
 
     def warm_up(self) -> None:
-        """Let each backend begin the parts of a start that take long."""
+        """Let each backend begin the slow parts of a start."""
         for backend in self._backends():
             backend.warm_up()
 
     def check_launch(self, request: LaunchRequest) -> None:
-        """Refuse a launch that one of the backends refuses; see `Backend.check_launch`.
+        """Raise an error if one of the backends refuses the launch; see `Backend.check_launch`.
 
-        Each backend checks the number of replicas that its placement has.
+        Each backend checks the number of replicas in its placement.
         """
         asked_s = request.settings.timeout
         for place, backend in self.installed:
@@ -349,36 +362,38 @@ class Placements(PlacedRanks, Backend):
         """Start ranks at their backends, all at the same time; see `Backend.start_ranks`.
 
         Raises:
-            LaunchError: too few could be started. Those that were started, at every backend, have been ended.
+            LaunchError: too few replicas could be started. The started replicas have been ended, on every backend.
         """
-        if self._only is not None:  # also the spares, whose numbers are not ranks
+        if self._only is not None:  # this also starts spares, whose numbers are not ranks
             return self._start_at(self._only, start.ranks, start, on_progress)
         ranks: dict[PlacedBackend, list[int]] = {}
         for rank in start.ranks:
             ranks.setdefault(self.at(rank), []).append(rank)
-        # The backend of a part is made when the part starts: if it is not installed here, the other parts still start.
+        # The backend of a part is made when the part starts. If one backend is not installed, the other parts still
+        # start.
         parts = [
             Part(placed.placement.backend, tuple(its), functools.partial(self._start_at, placed, tuple(its), start))
             for placed, its in ranks.items()
         ]
-        # One backend ends by itself what it has started. If one of several fails, the others are ended as well.
+        # One backend ends its own replicas if the start fails. With several, the other backends' replicas are ended,
+        # too.
         return parts[0].start(on_progress) if len(parts) == 1 else start_parts(self, start.spec, parts, on_progress)
 
     def _start_at(
         self, placed: PlacedBackend, ranks: tuple[int, ...], start: StartSpec, on_progress: Callable[[str], None]
     ) -> list[ReplicaHandle]:
-        """Start the part of a start that one placement has, with the placement's values where the start has none.
+        """Start the ranks of one placement. Values that the start does not set come from the placement.
 
         Args:
             placed: the placement.
-            ranks: the ranks of the part.
-            start: the whole start.
-            on_progress: called with a few words on the progress of the start.
+            ranks: the ranks to start.
+            start: the whole start, of which these ranks are a part.
+            on_progress: called with a short text on the progress.
         """
         place = placed.placement
         backend = placed.backend if self._only is not None else check_single_ranks(placed.backend)
         settings, needed = start.spec.settings, start.spec.settings.min_replicas
-        if needed is not None:  # the others may all come: this part then needs no more than the rest
+        if needed is not None:  # if all other ranks come, this part needs only the rest of `min_replicas`
             needed = min(max(1, needed - (len(start.ranks) - len(ranks))), len(ranks))
         limit_s = place.timeout_s or backend.default_timeout_s if start.timeout_s is None else start.timeout_s
         order = replace(start, gpu=place.gpu if start.gpu is None else start.gpu, timeout_s=limit_s)
@@ -389,7 +404,7 @@ class Placements(PlacedRanks, Backend):
     # --- the five verbs
 
     def launch_replicas(self, *asked: Any, **more: Any) -> list[ReplicaHandle]:
-        """Refuse to write a new run: `executors.launch()` does, and starts its ranks with `start_ranks`.
+        """Raise an error, because `executors.launch()` must begin a run on several backends.
 
         Raises:
             ValueError: always.
@@ -397,7 +412,7 @@ class Placements(PlacedRanks, Backend):
         raise ValueError("A run on several backends begins with executors.launch().")
 
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        """Return the replica's status. The store shows it if the backend is not installed on this machine."""
+        """Return the replica's status. It comes from the store if the backend is not installed on this machine."""
         if (backend := self._backend_of(handle)) is not None:
             return backend.poll(handle)
         attempt = Attempt.from_handle(handle, handle.backend_name).newest()
@@ -406,19 +421,22 @@ class Placements(PlacedRanks, Backend):
         return ReplicaStatus.RUNNING if attempt.has_started() else ReplicaStatus.PENDING
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
-        """Return the last lines of the replica's output, or why they are not available on this machine."""
+        """Return the last lines of the replica's output, or the reason why they are not available on this machine."""
         if (backend := self._backend_of(handle)) is not None:
             return backend.stream_logs(handle, n_lines=n_lines)
         return f"replicas: {self._why_missing(handle.rank)}"
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """End a replica. If its backend is not installed on this machine, the replica finds the cancel marker."""
+        """End a replica.
+
+        If its backend is not installed on this machine, the replica reads a cancel marker in the store and ends.
+        """
         if (backend := self._backend_of(handle)) is not None:
             backend.cancel(handle)
             return
         attempt = Attempt.from_handle(handle, handle.backend_name).newest()
         attempt.request_cancel()
-        if not attempt.has_started():  # a replica that comes up late finds the marker as well
+        if not attempt.has_started():  # a replica that starts later reads the marker
             attempt.record(attempt.new_outcome(ReplicaStatus.CANCELLED, "cancelled"))
 
     def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
@@ -430,7 +448,10 @@ class Placements(PlacedRanks, Backend):
     # --- replicas that were started
 
     def observe(self, replicas: Sequence[PendingReplica]) -> list[Observation]:
-        """Return what the backends see of several replicas. A missing one of several is named as what they wait for."""
+        """Return the backends' observations of several replicas.
+
+        If a backend is not installed, its replicas get this as a note.
+        """
         return self._in_groups(
             replicas, lambda backend, some: backend.observe(some), lambda error: Observation(doing=str(error))
         )
@@ -448,19 +469,19 @@ class Placements(PlacedRanks, Backend):
         return TailedLog(lambda n_lines: self.stream_logs(handle, n_lines=n_lines))
 
     def find_handle(self, handle: ReplicaHandle, *, insists: bool = False) -> ReplicaHandle | None:
-        """Find a replica that was announced only. None also if its backend is not installed on this machine."""
+        """Find a replica that has no handle yet. None also if its backend is not installed on this machine."""
         backend = self._backend_of(handle)
         return None if backend is None else backend.find_handle(handle, insists=insists)
 
     # --- ending
 
     def end_jobs(self, run: JobsOfRun, on_progress: Callable[[str], None] = lambda words: None) -> EndedJobs:
-        """End the jobs of a run at every service that it is on, all at the same time; see `Backend.end_jobs`."""
+        """End the jobs of a run at all its services, in parallel; see `Backend.end_jobs`."""
         asked = [backend for backend in self._backends() if backend.ends_jobs]
         return sum(in_parallel(lambda backend: backend.end_jobs(run, on_progress), asked), EndedJobs())
 
     def commands_to_end(self, run_id: str) -> str:
-        """Return the commands of all services that the run is on; see `Backend.commands_to_end`."""
+        """Return the shell commands that end the jobs at all services of the run; see `Backend.commands_to_end`."""
         asked = [backend for backend in self._backends() if backend.ends_jobs]
         return "   ".join(dict.fromkeys(backend.commands_to_end(run_id) for backend in asked))
 
@@ -470,14 +491,15 @@ class Placements(PlacedRanks, Backend):
         ask: Callable[[Backend, Sequence[PendingReplica]], Sequence[T]],
         instead: Callable[[BackendError], T],
     ) -> list[T]:
-        """Ask each backend about its replicas; return the answers in the order of the replicas.
+        """Ask each backend about its own replicas, and return the answers in the order of the replicas.
 
         Args:
             replicas: the replicas, at any of the backends.
             ask: asks one backend about its replicas.
-            instead: the answer for a replica whose backend, one of several, fails or is not installed.
+            instead: returns the answer for a replica whose backend fails or is not installed. It is used if there are
+                several.
         """
-        if self._only is not None:  # its error is the run's
+        if self._only is not None:  # an error of the only backend is raised
             return [*ask(self._only.backend, replicas)]
         groups: dict[PlacedBackend, list[int]] = {}
         for index, each in enumerate(replicas):
@@ -486,7 +508,7 @@ class Placements(PlacedRanks, Backend):
         for placed, indexes in groups.items():
             try:
                 answers = list(ask(check_single_ranks(placed.backend), [replicas[index] for index in indexes]))
-            except UnknownHandleError:  # of one replica, also where it is a BackendError: the caller finds out of which
+            except UnknownHandleError:  # the caller must find the replica with the wrong handle
                 raise
             except BackendError as error:
                 answers = [instead(error) for _ in indexes]
@@ -502,11 +524,11 @@ class Placements(PlacedRanks, Backend):
 
 
 def as_placements(executor: ServerlessExecutor, n: int) -> Placements:
-    """Return where the ranks of a launch will be.
+    """Return the placements of a new launch.
 
     Args:
-        executor: an executor that the user gives, or placements, which are returned.
-        n: how many replicas are launched.
+        executor: the executor that the user gives. Placements are returned unchanged.
+        n: the number of replicas.
 
     Example:
         as_placements(LocalProcessExecutor(), 4).ranks  # [0, 1, 2, 3]
@@ -519,7 +541,7 @@ def as_placements(executor: ServerlessExecutor, n: int) -> Placements:
 
 
 def check_single_ranks(backend: Backend) -> Backend:
-    """Return a backend that can start single ranks.
+    """Return the backend if it can start single ranks.
 
     Args:
         backend: the backend.
@@ -538,9 +560,9 @@ def check_single_ranks(backend: Backend) -> Backend:
 
 
 def known_supervisors(backend: Backend, replicas: Sequence[PendingReplica]) -> list[SupervisorStatus]:
-    """Return the state of supervisors, as far as it is known.
+    """Return the state of each supervisor, as far as it is known.
 
-    A replica whose handle names another replica's job counts as supervised, and does not hide the others.
+    If a handle names the job of another replica, this replica counts as supervised. The other answers are not affected.
 
     Args:
         backend: the backend, or the placements of the run.
@@ -552,6 +574,6 @@ def known_supervisors(backend: Backend, replicas: Sequence[PendingReplica]) -> l
     try:
         return backend.supervisors(replicas)
     except (CorruptObjectError, UnknownHandleError):
-        if len(replicas) > 1:  # asking for each alone finds the one whose handle is wrong
+        if len(replicas) > 1:  # asking for each replica alone finds the one with the wrong handle
             return [found for each in replicas for found in known_supervisors(backend, [each])]
         return [SupervisorStatus(is_alive=True) for _ in replicas]

@@ -1,4 +1,4 @@
-"""The index of runs on this machine: the directory of local runs, with a note on each run in another store.
+"""The index of runs on this machine: the directory of local runs, and notes on runs in other stores.
 
 <state>/<run_id>/run.json             a run whose store is this directory
 <state>/<run_id>/launched.json        where a run is that this machine launched, the digest of its task, and what it was
@@ -11,8 +11,8 @@
 <state>/.preparing/<run_id>.json      a launch that has written nothing else yet, or never did
 <state>/.noting.lock                  held while a note is read and written again
 
-Two stores may both hold a run of one id. The folder of an id is of the one run that this machine launched: what it
-keeps there is neither shown nor deleted for another.
+Two stores may each have a run with the same id. The folder of an id belongs to the run that this machine launched, so
+it is neither shown nor deleted for another run.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ PREPARING = ".preparing"
 LOCK = ".noting.lock"
 KNOWN_BY = (RUN_RECORD, NOTE, REMOVAL)
 """A folder that has one of these files is a run's."""
-FORGOTTEN_S = 86_400  # after which a launch that failed before it wrote its run is not shown any more
+FORGOTTEN_S = 86_400  # the age at which a launch that failed before it wrote its run is no longer shown
 
 
 def state_dir() -> Path:
-    """Return this user's directory of runs, made for this user alone when it is missing."""
+    """Return this user's directory of runs. A missing directory is created, readable for this user only."""
     path = state_path()
     try:
         if not path.is_dir():
@@ -77,13 +77,13 @@ def state_dir() -> Path:
 
 
 def local_store() -> Store:
-    """Open the default rendezvous: the state directory."""
+    """Open the default store: the directory of this user's runs."""
     return store_at(state_dir())
 
 
 @dataclass(frozen=True)
 class Note(Record):
-    """The note of this machine on a run. Unlike the run's records, other users cannot write it."""
+    """This machine's note on a run. Other users cannot write it, although they may write the run's records."""
 
     rendezvous: str | None = checked(nullable(text()))
     """The url of its store. None: the state directory, which may be moved."""
@@ -108,10 +108,10 @@ def remember(
     secrets: Sequence[str] = (),
     more_options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Note where a run is, so that its id alone finds it again on this machine, and what was launched, and with what.
+    """Note the store, the task and the options of a run, so that this machine finds the run by its id alone.
 
-    For this user alone: the file names secrets and may hold an option that is one. An option that is not JSON, such as
-    an image object, is left out: who resumes the run gives it again.
+    Only this user can read the file, because it names secrets and an option may be secret. An option that is not JSON,
+    such as an image object, is left out. The user gives it again for a resume.
     """
     store = local_store()
     more = {name: as_noted(each) for name, each in (more_options or {}).items()}
@@ -129,7 +129,7 @@ def remember(
 def remember_launch(
     spec: RunSpec, options: Mapping[str, Any], more_options: Mapping[str, Mapping[str, Any]] | None = None
 ) -> None:
-    """Note a run that is about to start, and keep its key, so that this machine can find and resume it later.
+    """Note a run that is about to start, and keep its key. Then this machine can find and resume the run later.
 
     Args:
         spec: the run.
@@ -137,22 +137,22 @@ def remember_launch(
         more_options: the options of each other executor, by the name of its placement. Default: there is one executor.
 
     Raises:
-        StoreError: this machine has no place for notes.
+        StoreError: this machine cannot write notes.
 
     Example:
         remember_launch(spec, *placements.options_to_note())
     """
     remember(spec.run_id, spec.store_url, spec.task_digest, options, spec.secret_names, more_options)
     keep_key(spec.run_id, spec.key)
-    drop_key(spec.store_url, spec.run_id)  # a removed run of the same id may have left one in this process
+    drop_key(spec.store_url, spec.run_id)  # this process may still have the key of a removed run with the same id
     hold_key(spec.store_url, spec.run_id, spec.key)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, would survive a power cut.
+    """Wait until the content of a file, or the names in a folder, are on the disk and survive a power cut.
 
     Args:
-        path: the file or folder. A file system that cannot do this for folders is not an error.
+        path: the file or folder. If a file system cannot do this for folders, nothing is done.
 
     Example:
         sync(state_dir())
@@ -166,14 +166,14 @@ def sync(path: Path) -> None:
 
 
 def as_noted(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options as this machine notes them: those that are JSON, as JSON gives them back."""
+    """Return the options that JSON can express, as a note contains them."""
     return {name: json.loads(json.dumps(value)) for name, value in options.items() if is_json(value)}
 
 
 def remember_added(run_id: str, store_url: str, name: str, options: Mapping[str, Any]) -> None:
-    """Note under the name of an addition that it was made here, and what its executor was made with."""
+    """Note that this machine added ranks to a run, and the options of their executor, by the name of the addition."""
     if locate(run_id) is not None and folder_of_run(run_id, store_url) is None:
-        return  # the folder of this id is of another run
+        return  # the folder of this id belongs to another run
     with _noting():
         note = _find_note(run_id) or Note(store_url)
         more = {**note.more_options, name: options}
@@ -182,30 +182,34 @@ def remember_added(run_id: str, store_url: str, name: str, options: Mapping[str,
 
 @contextlib.contextmanager
 def _noting() -> Iterator[None]:
-    """Have others on this machine wait who read a note and write it again; where nothing can be locked, they do not."""
+    """Lock the notes of this machine, so that no other process changes them within the block.
+
+    Without locks, do nothing.
+    """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, OSError):
-            import fcntl  # not on every system that can launch in a cloud
+            import fcntl  # fcntl is missing on some systems that can launch in a cloud
 
             fcntl.flock(stack.enter_context(open(state_dir() / LOCK, "ab")), fcntl.LOCK_EX)
         yield
 
 
 def noted_options(run_id: str, store_url: str, name: str) -> Mapping[str, Any] | None:
-    """Return the noted options of an additional executor of a run. None: this machine noted nothing."""
+    """Return the noted options of an executor of a run. None: this machine has no such note."""
     note = _find_note(run_id)
     found = None if note is None or not _is_same_place(note.store_url, store_url) else note.more_options.get(name)
     return found if isinstance(found, dict) else None
 
 
 def _find_note(run_id: str) -> Note | None:
-    with contextlib.suppress(CorruptObjectError):  # left half by a power cut: the run can be reached by its address
+    # A power cut may cut off the note; the run can still be found by its address.
+    with contextlib.suppress(CorruptObjectError):
         return find_record(local_store(), f"{run_id}/{NOTE}", Note.parse)
     return None
 
 
 def damage_of_note(run_id: str) -> CorruptObjectError | None:
-    """Return the reason why the note on a run cannot be read. None: it can be read, or there is none."""
+    """Return the error of reading the note on a run. None: the note can be read, or there is none."""
     try:
         find_record(local_store(), f"{run_id}/{NOTE}", Note.parse)
     except CorruptObjectError as error:
@@ -214,10 +218,10 @@ def damage_of_note(run_id: str) -> CorruptObjectError | None:
 
 
 def check_is_located(run_id: str, store_url: str) -> None:
-    """Check that a run whose records are not in the state directory is not one that this machine has lost.
+    """Check that a run without records in the state directory is not one whose note cannot be read.
 
     Raises:
-        CorruptObjectError: it is noted somewhere else, and the note cannot be read.
+        CorruptObjectError: the run has a note that would name its store, and the note cannot be read.
     """
     if _is_same_place(state_path().as_uri(), store_url) and (damage := damage_of_note(run_id)) is not None:
         raise CorruptObjectError(
@@ -228,7 +232,7 @@ def check_is_located(run_id: str, store_url: str) -> None:
 
 
 def noted_at_launch(run_id: str, store_url: str) -> Note | None:
-    """Return the note that this machine made when it launched a run. None: it did not launch that run in that store."""
+    """Return the note of this machine's launch of a run. None: this machine did not launch the run in this store."""
     note = _find_note(run_id)
     if note is None or note.task_digest is None:
         return None
@@ -236,9 +240,9 @@ def noted_at_launch(run_id: str, store_url: str) -> Note | None:
 
 
 def locate(run_id: str) -> str | None:
-    """Return the url of the store that holds a run, as far as this machine knows; of a lost one, the state directory.
+    """Return the url of a run's store, as far as this machine knows. For a lost run it is the state directory.
 
-    Lost is a run whose note cannot be read, and whose records are not here.
+    A run is lost if its note cannot be read, and its records are not in the state directory.
     """
     store = local_store()
     note = _find_note(run_id)
@@ -248,7 +252,7 @@ def locate(run_id: str) -> str | None:
 
 
 def _is_here(run_id: str) -> bool:
-    """Return whether the state directory holds a run, or what an interrupted removal left of its folder."""
+    """Return True if the state directory has a run, or the rest of it after an interrupted removal."""
     return any(os.path.isfile(state_dir() / run_id / name) for name in (RUN_RECORD, REMOVAL))
 
 
@@ -266,31 +270,31 @@ def is_state_dir(store_url: str) -> bool:
 
 
 def reference(run_id: str, store_url: str) -> str:
-    """Return what finds a run again from this machine, for a shell: its id where that is enough, else its address."""
-    with contextlib.suppress(StoreError):  # on a machine without a place for runs, as a replica's may be
+    """Return the shortest text by which a shell command finds the run from this machine: its id or its address."""
+    with contextlib.suppress(StoreError):  # some machines have no state directory, such as the machine of a replica
         if os.path.isdir(state_path()) and locate(run_id) == store_url:
             return run_id
     return shlex.quote(address_of(store_url, run_id))
 
 
 def folder_of_run(run_id: str, store_url: str) -> Path | None:
-    """Return the folder that this machine has of a run; None when it has none, or one of another run of this id.
+    """Return this machine's folder of a run. None: it has none, or the folder belongs to another run with this id.
 
-    The note on a lost run counts for any run of this id.
+    If the note cannot be read, the folder is returned for every run with this id.
     """
     known = locate(run_id)
     is_its = known is not None and _is_same_place(known, store_url)
-    # A removal may have left its record in the folder of a lost run, which is lost all the same.
+    # An interrupted removal may have left its record in the folder. The run still counts as lost.
     has_record = os.path.isfile(state_dir() / run_id / RUN_RECORD)
     is_lost = not is_its and damage_of_note(run_id) is not None and not has_record
     return state_dir() / run_id if is_its or is_lost else None
 
 
 def settle(run_id: str, store_url: str, task_digest: str) -> None:
-    """Make sure that this machine's folder of a run id is of the run in this store.
+    """Check that this machine's folder for a run id belongs to the run in this store.
 
     Raises:
-        RunExistsError: it is of another run.
+        RunExistsError: it belongs to another run.
     """
     known = locate(run_id)
     if known is not None and _is_same_place(known, store_url):
@@ -304,21 +308,21 @@ def settle(run_id: str, store_url: str, task_digest: str) -> None:
                 f"Remove it first: `replicas rm {run_id}`."
             )
         note = _find_note(run_id)
-    if note is not None and note.task_digest == task_digest:  # its store has moved since
+    if note is not None and note.task_digest == task_digest:  # the store of this run was moved since the note
         remember(run_id, store_url, task_digest, note.executor_options, note.secrets, note.more_options)
     else:
         remember(run_id, store_url)
 
 
 def keep_key(run_id: str, key: str | None) -> None:
-    """Keep the key of a run that this machine launches, readable for this user alone. None: the run has no key.
+    """Store the key of a run that this machine launches. Only this user can read it. None: the run has no key.
 
     Raises:
-        StoreError: it cannot be kept, so the run could not be resumed.
+        StoreError: the key cannot be stored, so the run could not be resumed later.
     """
     path = key_file(run_id)
     try:
-        path.unlink(missing_ok=True)  # a run with the same id may have been deleted without its key
+        path.unlink(missing_ok=True)  # a deleted run with the same id may have left its key
         if key is None:
             return
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -350,15 +354,15 @@ def needed_key(run_id: str, wanted: str) -> str:
 
 
 def hold_key_of(run_id: str, store_url: str, wanted: str | None) -> None:
-    """Hold the key of a run in this process if the run is signed and this machine has its key.
+    """Load the key of a signed run into this process, if this machine has the key.
 
-    A run that this machine launched as signed is signed, whatever its record says now: another process that can write
-    to the store could have replaced the record.
+    If this machine launched the run as signed, the run counts as signed, whatever its record contains now. Another
+    process that can write to the store could have replaced the record.
 
     Args:
         run_id: the run.
         store_url: the store of the run, as `Store.url` names it.
-        wanted: the id of the run's key, as its record says. None: the record says that the run is not signed.
+        wanted: the id of the run's key in its record. None: the record describes an unsigned run.
 
     Example:
         hold_key_of(run.run_id, run.store.url, run.record.key_id)
@@ -375,16 +379,17 @@ def hold_key_of(run_id: str, store_url: str, wanted: str | None) -> None:
 
 
 def forget(folder: Path | None) -> None:
-    """Delete what this machine keeps of a run: its logs, its key, its place, and the record of its removal.
+    """Delete everything that this machine has of a run: its logs, its key, its note, and the record of its removal.
 
     Args:
-        folder: as `folder_of_run` returned it before the run was deleted. None: this machine keeps nothing.
+        folder: the result of `folder_of_run` before the run was deleted. None: this machine has nothing.
     """
     import shutil
 
     if folder is None:
         return
-    # The place and the record of the removal go last: with these an interrupted removal is found, and finished.
+    # The note and the record of the removal are deleted last, because a later command needs them to complete the
+    # removal.
     last = [folder / NOTE, folder / REMOVAL]
     with contextlib.suppress(OSError):
         key_file(folder.name).unlink(missing_ok=True)
@@ -401,11 +406,11 @@ def forget(folder: Path | None) -> None:
 
 
 def find_removal_here(run_id: str, store_url: str) -> Removal | None:
-    """Return the removal of a run of which this machine's folder is the only thing that is left.
+    """Return the removal of a run whose store is already empty, from this machine's folder.
 
     Args:
         run_id: the run.
-        store_url: the url of the store that has nothing of the run any more.
+        store_url: the url of the store.
     """
     if folder_of_run(run_id, store_url) is None:
         return None
@@ -418,7 +423,7 @@ def _is_same_place(url: str, other: str) -> bool:
     if url == other:
         return True
     here, there = directory_of(url), directory_of(other)
-    with contextlib.suppress(OSError):  # one of them is not there
+    with contextlib.suppress(OSError):  # one of the two does not exist
         return here is not None and there is not None and os.path.samefile(here, there)
     return False
 
@@ -427,23 +432,23 @@ def known_run_ids() -> list[str]:
     """List the runs that this machine knows of, oldest first."""
     changed: dict[str, float] = {}
     for path in state_dir().iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it is being removed
+        with contextlib.suppress(FileNotFoundError):  # another process is removing it
             if not path.name.startswith(".") and any(os.path.isfile(path / name) for name in KNOWN_BY):
                 changed[path.name] = path.stat().st_mtime
     return sorted(changed, key=changed.__getitem__)
 
 
 def noted_at(run_id: str) -> float:
-    """Return the Unix time of the last note on a run. 0.0: there is none."""
+    """Return the Unix time of the last note on a run. 0.0 if there is no note."""
     try:
         return (state_dir() / run_id / NOTE).stat().st_mtime
-    except OSError:  # there is none, or the folder is another user's
+    except OSError:  # the note does not exist, or the folder belongs to another user
         return 0.0
 
 
 @dataclass(frozen=True)
 class Preparation(Record):
-    """A launch that has written nothing of its run yet, or never did."""
+    """A launch that has not written its run: it is being checked, or it failed."""
 
     at: float = checked(number(LONG_AGO, FAR_AHEAD))
     pid: int = checked(integer(1, 2**31 - 1))
@@ -455,7 +460,7 @@ class Preparation(Record):
         return self.error is None and is_alive(self.pid, self.pid_started)
 
     def describe(self, run_id: str) -> str:
-        """Say how far it is, or why it came to nothing."""
+        """Return a sentence on the progress of the launch, or on the reason of its failure."""
         if self.is_going_on:
             return f"Run {run_id!r} is preparing, for {time.time() - self.at:.0f} s: process {self.pid} checks it."
         why = self.error or f"process {self.pid}, which was about to, has ended."
@@ -464,13 +469,13 @@ class Preparation(Record):
 
 @contextlib.contextmanager
 def preparing(run_id: str) -> Iterator[None]:
-    """Have this machine know of a launch within the block, and afterwards of its error, if it has one."""
+    """Note within the block that this machine prepares a launch. If the block fails, the note keeps the error."""
     pid = os.getpid()
     note = Preparation(time.time(), pid, start_time(pid) or 0)
     path = _write_preparation(run_id, note)
     try:
         yield
-    except RunExistsError:  # the id is another run's, and so is what is said of it
+    except RunExistsError:  # the id belongs to another run, and so would the note
         if path is not None:
             path.unlink(missing_ok=True)
         raise
@@ -483,14 +488,14 @@ def preparing(run_id: str) -> Iterator[None]:
 
 
 def find_preparation(run_id: str) -> Preparation | None:
-    """Return what this machine knows of a launch that has written nothing of its run."""
+    """Return this machine's note on a launch that has not written its run. None if there is none."""
     with contextlib.suppress(OSError, StoreError):
         return Preparation.parse((state_path() / PREPARING / f"{check_run_id(run_id)}.json").read_bytes())
     return None
 
 
 def _write_preparation(run_id: str, note: Preparation) -> Path | None:
-    """Write the note, and delete old ones that are not shown any more. Without a place for notes there is none."""
+    """Write the note, and delete notes that are too old to be shown. None if this machine cannot write notes."""
     with contextlib.suppress(OSError, StoreError):
         folder = state_dir() / PREPARING
         folder.mkdir(exist_ok=True)

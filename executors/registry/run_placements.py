@@ -1,4 +1,4 @@
-"""The placements of a run from its records: the launch and each addition."""
+"""Reads the placements of a run from its records: the launch, and each later addition of ranks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ GivenExecutor = ServerlessExecutor | Sequence[ServerlessExecutor] | str | None
 
 
 def executors_in(given: GivenExecutor) -> list[Any]:
-    """Return each executor that a user gave, or the name or class of one.
+    """Return the given executors as a list. An element may also be the name or the class of an executor.
 
     Args:
-        given: the executors of the user. The `executor` of a run on several backends is its placements.
+        given: the executors of the user. If it is the `executor` of a run on several backends, its parts are returned.
 
     Example:
         executors_in([SlurmExecutor(), ModalExecutor()])
@@ -37,16 +37,16 @@ def executors_in(given: GivenExecutor) -> list[Any]:
 
 
 class RunPlacements(Placements):
-    """The placements of one run, as far as they were read.
+    """The placements of one run, as far as they were read from its records.
 
     Args:
         store: the store of the run.
         run_id: its id.
         record: returns the run's record.
-        given: an executor that the user gave, or several, or the name or class of one. It starts the launch's
-            ranks on its backend, and ranks that were added with the same options.
-        options: returns what this machine noted of the options of a placement's executor, by the placement's name.
-            None: nothing.
+        given: an executor that the user gave, or several, or the name or class of one. It starts the ranks of the
+            launch on its backend, and also added ranks that have the same options.
+        options: returns the options that this machine noted for an executor, by the name of its placement. None: no
+            note.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RunPlacements(Placements):
 
     @property
     def given(self) -> Sequence[Backend]:
-        """The backends that the user named or gave, which need no record of the run.
+        """The backends that the user named or gave, for which no record of the run is needed.
 
         Raises:
             BackendError: the backend of this name is not installed on this machine.
@@ -99,7 +99,7 @@ class RunPlacements(Placements):
 
     @property
     def groups(self) -> Sequence[Placements]:
-        """The placements that were started with the same values: the launch's, and each addition."""
+        """The placements in groups that were started with the same values: the launch, and each addition."""
         places = self.placed
         n = len(self._launched)
         return [self.some(places[:n]), *(self.some([placed]) for placed in places[n:])]
@@ -124,10 +124,10 @@ class RunPlacements(Placements):
     # --- ranks that were added
 
     def learn(self, ranks: Iterable[int]) -> None:
-        """Read what was added since, if no known placement has one of these ranks.
+        """Read new additions if none of the known placements has one of these ranks.
 
         Args:
-            ranks: ranks that have left something in the store.
+            ranks: ranks that have written something to the store.
 
         Example:
             placements.learn([4, 5])
@@ -136,19 +136,19 @@ class RunPlacements(Placements):
             self.read_added()
 
     def read_added(self) -> None:
-        """Read what was added since.
+        """Read the additions that were recorded since the last call.
 
         Example:
             placements.read_added()
         """
-        with self._reading:  # of two threads, none adds what the other has added
+        with self._reading:  # so that two threads do not read the same addition twice
             for added in read_additions(self._store, self._run_id, self._record().world_size, self._additions):
                 self._additions.append(added)
                 if added is not None:
                     self._added.append(self._placed(added))
 
     def additions(self) -> list[Addition]:
-        """Read what was added since, and return the records of all additions that can be read.
+        """Read the new additions, and return the records of all additions that can be read.
 
         Example:
             placements.additions()[-1].ranks
@@ -157,7 +157,7 @@ class RunPlacements(Placements):
         return [added for added in self._additions if added is not None]
 
     def add(self, added: Addition, backend: Backend) -> None:
-        """Note which backend this process itself adds ranks with.
+        """Note the backend with which this process adds ranks.
 
         Args:
             added: the record of the ranks.
@@ -171,7 +171,7 @@ class RunPlacements(Placements):
         self.read_added()
 
     def may_start(self, rank: int) -> bool:
-        """Return True if the user lets this machine start replicas at the placement of a rank.
+        """Return True if this machine is allowed to start replicas at the placement of a rank.
 
         The task's digest proves the placements of the launch. An addition is trusted if this process or this machine
         made it. Otherwise any process that can write to the bucket could start jobs on the account of each user
@@ -188,7 +188,7 @@ class RunPlacements(Placements):
         return is_ours or rank in self.named or self.trusts_store
 
     def is_added_here(self, place: Addition) -> bool:
-        """Return True if this process or this machine added these ranks, as this very record says.
+        """Return True if this process or this machine added these ranks, and the record was not changed since.
 
         Args:
             place: the record of an addition.
@@ -214,7 +214,7 @@ class RunPlacements(Placements):
         """
         name = _backend_name(backend)
         found = [placed for placed in self.placed if placed.placement.backend == name]
-        if not found and ":" in backend:  # a class need not say its backend's name before an instance is made
+        if not found and ":" in backend:  # the class alone may not know the name of its backend
             found = [*self.placed]
         return found[0].backend.options_to_keep if found else {}
 
@@ -249,10 +249,10 @@ class RunPlacements(Placements):
         return as_backend(executor_of_record(place, named=named, options=self._options(place.name)), self._store)
 
     def _given_for(self, place: Placement) -> Backend | None:
-        """Return the backend that the user gave for a placement. None: the user gave none that fits.
+        """Return the backend that the user gave for a placement. None if the user gave none that fits.
 
-        Another executor of the same backend may know nothing of the placement's jobs, or start the next one in another
-        cluster.
+        The backend must be the same object. Another executor of the same kind may not know the placement's jobs, or may
+        start the next job in another cluster.
         """
         if place.name in self._of_places:
             return self._of_places[place.name]
@@ -265,10 +265,10 @@ class RunPlacements(Placements):
             described = describe_executor(as_executor(given))
             is_same = described == {name: getattr(place, name) for name in described} and not place.unrecorded_options
         else:
-            is_same = True  # the user gives it for this placement: the run has no other of its backend
+            is_same = True  # the user gives it for this placement, which is the only one of its backend
         return given if is_same else None
 
 
 def _backend_name(named: str) -> str:
-    """Return the backend of an executor that the user named, by its backend or class."""
+    """Return the name of the backend that the user named, by its name or class."""
     return str(getattr(executor_class(named), "backend_name", named)) if ":" in named else named

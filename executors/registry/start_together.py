@@ -1,4 +1,4 @@
-"""Starting a run's ranks at several backends at the same time: all of them, or as many as the launch needs, or none."""
+"""Starts a run's ranks on several backends in parallel. If too few can be started, all started ranks are ended."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from executors.settings.run_spec import RunSpec
 from executors.store import store_at
 from executors.store.parallel import answered_within, in_parallel, in_threads, within
 
-HEAD_START_S = 5.0  # the store's, before the services are asked to end what was started
-STORE_S = 60.0  # how long Ctrl-C waits for the store, and for starts that end, once the services were asked
+HEAD_START_S = 5.0  # the store gets this time first, before the services are asked to end the started jobs
+STORE_S = 60.0  # after the services were asked, Ctrl-C waits this long for the store and for starts that end
 
 
 @dataclass(frozen=True)
 class Part:
-    """The ranks of one backend that a start has."""
+    """The ranks that one backend starts."""
 
     backend_name: str
     ranks: tuple[int, ...]
@@ -39,11 +39,11 @@ def start_parts(
 ) -> list[ReplicaHandle]:
     """Start all parts at the same time.
 
-    If too few replicas are started, or the start is interrupted, all that was started is ended.
+    If too few replicas are started, or the start is interrupted, all started replicas are ended.
 
     Args:
         backend: ends replicas at each of the backends.
-        run: the run, and which of its ranks are started.
+        run: the run, with the ranks to start.
         parts: the ranks by their backends, at least two.
         on_progress: called with a few words on the progress of the start, which name the backend.
 
@@ -58,7 +58,7 @@ def start_parts(
     """
     handles: list[ReplicaHandle] = []
     errors: list[tuple[Part, ReplicasError | OSError]] = []
-    begins = threading.Event()  # before, Ctrl-C would leave threads that start what no process knows of
+    begins = threading.Event()  # otherwise Ctrl-C could leave a thread that starts jobs which no process knows
 
     def start_then(part: Part) -> list[ReplicaHandle]:
         begins.wait()
@@ -79,7 +79,7 @@ def start_parts(
     if not errors and (run.settings.min_replicas is None or len(started) >= run.settings.min_replicas):
         return started
     for part, problem in errors:
-        # The backend has ended its own replicas. Another process may have begun some, too: those are left alone.
+        # The backend has ended its own replicas. Attempts that another process claimed are not changed.
         _abandon(filter(_take, _attempts(run, part.ranks)), problem)
     if run.settings.min_replicas is not None and len(started) >= run.settings.min_replicas:
         for _, problem in errors:
@@ -98,9 +98,12 @@ def start_parts(
 def _end_all(
     backend: Backend, run: RunSpec, parts: Iterable[Future[list[ReplicaHandle]]], interrupt: BaseException
 ) -> None:
-    """End what is being started. The outcomes are written last: a rank that has one is not ended any more."""
+    """End all replicas whose start has begun.
+
+    Outcomes are written last, because a rank with an outcome is not ended.
+    """
     _say("ending what was begun; Ctrl-C again leaves it to end when it comes up")
-    # The services come first: a store that does not answer must not keep jobs running that are paid for.
+    # The services are asked first, because a store that does not answer must not keep paid jobs running.
     told = backend.end_jobs(JobsOfRun(run.run_id, run.store_url, run.launched_at, run.ranks), _say)
     if not told.is_complete:
         _say(told.what_is_left)
@@ -126,7 +129,10 @@ def _abandon(attempts: Iterable[Attempt], error: BaseException) -> None:
 
 
 def _end(backend: Backend, run: RunSpec, handles: Sequence[ReplicaHandle], error: BaseException) -> None:
-    """End replicas that were started. The store has a moment to take their markers, then the services are asked."""
+    """End replicas that were started.
+
+    First the store gets some seconds for the cancel markers; then the services are asked.
+    """
     ranks = tuple(handle.rank for handle in handles)
     (marked,) = in_threads(lambda _: _abandon(_attempts(run, ranks), error), [None], 1)
     with contextlib.suppress(StoreError):
@@ -147,14 +153,17 @@ def _attempts(run: RunSpec, ranks: Sequence[int]) -> list[Attempt]:
 
 
 def _take(attempt: Attempt) -> bool:
-    """Begin an attempt that no process has begun, so that none does any more; False if one has."""
+    """Claim the start of an attempt, so that no other process starts it.
+
+    Return False if another process has claimed it.
+    """
     with contextlib.suppress(ReplicasError):
         return attempt.started_by() is None and attempt.create_intent(secrets.token_hex(16))
     return False
 
 
 def _is_ours(attempt: Attempt) -> bool:
-    """Return True if this process has begun an attempt."""
+    """Return True if this process has claimed the start of the attempt."""
     with contextlib.suppress(ReplicasError):
         return attempt.started_by() == this_process()
     return False

@@ -1,6 +1,7 @@
-"""Decides on restarts in a process outside of a run's machines, for replicas whose supervisors have ended, too.
+"""Decides on restarts in a process that is not on a machine of the run: the launcher or `replicas watch`.
 
-This file is not in `restarts/`, because it reads a run through its reader and asks the backends for supervisors.
+This process also restarts replicas whose supervisors have ended. This file is not in `restarts/`, because it reads a
+run through its reader and asks the backends for supervisors.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from executors.view.run_state_reader import RunStateReader
 
 
 class ExternalController:
-    """Decides what follows each ended attempt of a run. It works in passes, each after a look at the run.
+    """Decides what follows each ended attempt of a run.
+
+    The caller reads the run's state, and then calls `keep` for one pass.
 
     Args:
         log: the log of decisions of the run.
         reader: reads the states of the replicas.
         starter: starts the attempts that follow.
-        may_start: returns True if this process may restart a rank on the rank's backend.
+        may_start: returns True if this process may restart a given rank on the rank's backend.
         end: ends all running replicas. Its argument is the reason.
     """
 
@@ -64,14 +67,16 @@ class ExternalController:
 
     @property
     def policy(self) -> Restarts | None:
-        """The policy that counts by the entries of the log that were read."""
+        """The restart policy, as of the last read of the log."""
         return self._controller.policy
 
     def keep(self, states: Sequence[ReplicaState]) -> float | None:
-        """Make one pass. Return the seconds until the next pass is due; None if none is. Each failure is reported once.
+        """Make the decisions that are due now.
+
+        Return the seconds until the next call is due, or None if none is due. The same error is reported once.
 
         Args:
-            states: the states of all replicas, which the reader has just read.
+            states: the states of all replicas, from the reader's last look.
         """
         try:
             wait_s = self._pass(states)
@@ -87,14 +92,14 @@ class ExternalController:
         reader, log = self._reader, self.log
         reader.share_log(log)
         if self._record.settings.restarts is None and not log.entries:
-            return None  # each read of the log, which may have a new policy, would cost a request
+            return None  # reading the log, which may have a new policy, costs a request each time
         ends = {rank: end for rank in reader.ranks if (end := reader.outcome(rank)) is not None}
         if (
             self._record.settings.restarts == ONLY_PREEMPTED
             and not log.entries
             and not any(map(_may_be_preempted, ends.values()))
         ):
-            return None  # no end needs a decision yet, and each read of the log costs a request
+            return None  # no end needs a decision yet, and reading the log costs a request
         log.read()
         if self.policy is None:
             return None
@@ -115,7 +120,10 @@ class ExternalController:
         return min(waits) if min(waits) < math.inf else None
 
     def _supervisors(self, failed: Sequence[Outcome]) -> Mapping[int, SupervisorStatus]:
-        """Return the states of the supervisors of failed ranks. The backend is not asked again after one has ended."""
+        """Return the states of the supervisors of failed ranks.
+
+        After a supervisor has ended, its backend is not asked again.
+        """
         asked = [end for end in failed if (end.rank, end.attempt) not in self._gone]
         handles = dict(zip((end.rank for end in asked), self._reader.map(self._handle_of, asked), strict=True))
         found = {rank: handle for rank, handle in handles.items() if isinstance(handle, SupervisorStatus)}
@@ -130,16 +138,21 @@ class ExternalController:
         return {end.rank: self._gone.get((end.rank, end.attempt)) or found[end.rank] for end in failed}
 
     def _handle_of(self, end: Outcome) -> Any:
-        """Return the handle of a rank, or None. SupervisorStatus(is_alive=True): the backend cannot say."""
+        """Return the handle of a rank.
+
+        None: there is none. SupervisorStatus(is_alive=True): the backend cannot answer now.
+        """
         try:
             return self._reader.handle(end.rank, insists=True)
         except BackendError:
             return SupervisorStatus(is_alive=True)
 
     def _left_s(self, end: Outcome, supervisor: SupervisorStatus) -> float:
-        """Return how long an end, or the start that follows it, is left to a process that is nearer, in seconds.
+        """Return the seconds that this process still waits, so that a supervisor or worker of the run can decide
+        first.
 
-        By this process's own clock since it saw the end, whose `finished_at` is by another.
+        The time counts from the moment at which this process saw the end. `finished_at` is not used, because the clock
+        of its host may differ.
         """
         if not supervisor.is_alive:
             return 0.0
@@ -151,20 +164,23 @@ class ExternalController:
         return max(0.0, LEAVE_S - self._known_ends.note((end.rank, end.attempt)))
 
     def _spare(self, entries: Sequence[Decision]) -> str | None:
-        """Return the name, as a starter, of a spare that is alive and that no entry names. None: there is none."""
+        """Return the name of a live spare that no decision has used yet, as the starter of an attempt.
+
+        None: there is none.
+        """
         used, log = {entry.how for entry in entries}, self.log
         for number in range(self._record.settings.spares):
             spare, how = Attempt(log.store, log.run_id, number, is_spare=True), spare_starter(number)
             if how in used or not spare.has_started() or spare.has_outcome():
                 continue
             handle = spare.handle(self._record.backend)
-            backend = self._reader.placements.at(0).backend  # spares are where the run was launched
+            backend = self._reader.placements.at(0).backend  # spares are on the backend of the launch
             if handle is not None and backend.supervisors([PendingReplica(handle, 0)])[0].is_alive:
                 return how
         return None
 
     def _as_its_service_says(self, end: Outcome, supervisor: SupervisorStatus) -> Outcome:
-        """Return an end with the reason that only the service knows: a container hears no more than a signal."""
+        """Return an outcome with the reason that the service reports. The container itself receives only a signal."""
         if not end.notice or supervisor.is_alive or supervisor.reason is None:
             return end
         if supervisor.reason == "cancelled" and not is_blocked(self.log.entries, end.rank):
@@ -175,7 +191,7 @@ class ExternalController:
         return replace(end, reason=supervisor.reason)
 
     def _has_progress(self, failed: Sequence[Outcome], states: Sequence[ReplicaState]) -> bool:
-        """Return True if any replica has reported anything. It matters only to ends that are a rank's own failure."""
+        """Return True if any replica has reported progress. Only failures of the replica itself need this answer."""
         unanswered = [end for end in failed if decision_on(self.log.entries, end.rank, end.attempt) is None]
         if not any(is_own_failure(end) for end in unanswered):
             return True
@@ -184,7 +200,7 @@ class ExternalController:
         )
 
     def _finish_stop(self, running: set[int]) -> None:
-        """End what lives on after a stop."""
+        """End the replicas that still run after a stop order."""
         stop = next(
             (each for each in map(self._controller.blocking_order, running) if each and each.kind == "stop"), None
         )
@@ -193,10 +209,11 @@ class ExternalController:
             self._ended_by.add(stop.nonce)
 
     def _is_over(self, stop: Decision) -> bool:
-        """Return whether the time is over in which supervisors end what runs.
+        """Return True if supervisors have had the time that a stop order gives them to end running replicas.
 
-        By this process's own clock since it saw the stop, whose `at` is by another. A single pass sees no time go by:
-        it leaves the rest to the supervisors and to who asked.
+        The time counts from the moment at which this process saw the stop. `at` is not used, because the clock of its
+        host may differ. With a single pass, no time can pass: the supervisors and the user who ordered the stop do the
+        rest.
         """
         if stop.why != ASKED:
             return True
@@ -204,5 +221,5 @@ class ExternalController:
 
 
 def _may_be_preempted(end: Outcome) -> bool:
-    """Return whether a service took back the machine of an attempt, or may have."""
+    """Return True if a service took back the machine of an attempt, or may have done so."""
     return end.status is ReplicaStatus.FAILED and (end.reason in ("preempted", "lost") or end.was_told_to_end)

@@ -1,7 +1,7 @@
-"""Deletes everything of a run, on this machine and in its store (`replicas rm`), and refuses a run that still runs.
+"""Deletes a run from its store and from this machine (`replicas rm`). Refuses a run that still runs.
 
-A removal may be killed at any moment, and another one finishes it. The record that makes this possible is in
-`executors.task.removal_record`.
+A removal may be killed at any moment, and a later one completes it. `executors.task.removal_record` has the record that
+makes this possible.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from executors.task.removal_record import (
 )
 from executors.view.run_view import RunView
 
-ENDS = ("replicas", "decisions", "added", "handles")  # these show that a run has ended
-MANY = 4096  # objects whose deletion is begun together
+ENDS = ("replicas", "decisions", "added", "handles")  # folders of the records that show that a run has ended
+MANY = 4096  # the number of objects in one batch of deletions
 P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
-MAX_PASSES = 20  # a list may be older than a deletion, or a process may continue to write
+MAX_PASSES = 20  # passes over the list: it may be older than a deletion, or a process may continue to write
 
 
 def remove(run: RunView, on_progress: Callable[[str], None]) -> None:
@@ -56,19 +56,19 @@ def remove(run: RunView, on_progress: Callable[[str], None]) -> None:
 
     Args:
         run: the run.
-        on_progress: gets a few words on the progress.
+        on_progress: called with a short text on the progress.
 
     Raises:
         RunExistsError: a replica still runs, or is about to be started.
-        RunNotFoundError: there is no such run.
-        StoreError: something is left, or the store does not answer.
+        RunNotFoundError: the run does not exist.
+        StoreError: some objects could not be deleted, or the store does not answer.
     """
     if _is_deleting(run):
         remove_files(run, backends_here(run))
         remove_run(run.store, run.run_id, on_progress)
         return
     removal = Removal.new()
-    # The record comes before the look: a resume that this look does not see will see the record.
+    # The record is written before the replicas are checked. A resume that this check misses will then see the record.
     has_mark = _write(run.store, run.run_id, removal)
     try:
         has_ended, backends = _check_ended(run), backends_here(run)
@@ -81,7 +81,7 @@ def remove(run: RunView, on_progress: Callable[[str], None]) -> None:
         _mark_everywhere(run.store, run.run_id, removal)
 
     def mark_late() -> None:
-        """Leave the record where a full disk had no room for it before."""
+        """Write the record after the first deletions, if a full disk had no room for it before."""
         if not has_mark:
             _mark_everywhere(run.store, run.run_id, removal)
             _check_ended(run)
@@ -93,7 +93,7 @@ def remove(run: RunView, on_progress: Callable[[str], None]) -> None:
 def names_removal(
     view_in: Callable[[R], RunView],
 ) -> Callable[[Callable[Concatenate[R, P], T]], Callable[Concatenate[R, P], T]]:
-    """Decorate a function of a run so that its error names the removal that has deleted what the function needs.
+    """Decorate a function of a run. If it fails because the run was deleted, its error names the removal.
 
     Args:
         view_in: returns the view of the run from the first argument of the function.
@@ -109,7 +109,7 @@ def names_removal(
                 removed = error if isinstance(error, RunBeingRemovedError) else _removal_behind(view)
                 if removed is None:
                     raise
-                # The removal may not have seen what the function has written in the meantime.
+                # The removal may have listed the run before the function wrote something.
                 with contextlib.suppress(StoreError):
                     if sweep_behind_removal(view.store, view.run_id):
                         forget(folder_of_run(view.run_id, view.store.url))
@@ -121,9 +121,13 @@ def names_removal(
 
 
 def _removal_behind(run: RunView) -> RunBeingRemovedError | None:
-    """Return the error for a run that is being removed, or was. None if it is not, or if that is not known."""
+    """Return the error for a run that is being removed or was removed.
+
+    None if it was not, or the store does not answer.
+    """
     try:
-        # The function may have failed because of the store: its error must not wait for minutes behind this question.
+        # The function may have failed because of the store. Its error must not be delayed by minutes because of this
+        # question.
         store = impatient_store(run.store.url, GLANCE.limit_s)
         check_not_removed(store, run.run_id, reference(run.run_id, run.store.url))
     except RunBeingRemovedError as error:
@@ -134,12 +138,12 @@ def _removal_behind(run: RunView) -> RunBeingRemovedError | None:
 
 
 def _is_deleting(run: RunView) -> bool:
-    """Return whether a removal of the run has deleted something, or could have.
+    """Return True if a removal of the run has deleted something, or may have.
 
     Raises:
-        RunNotFoundError: there is no such run.
+        RunNotFoundError: the run does not exist.
     """
-    with contextlib.suppress(CorruptObjectError):  # with a damaged record, the run's own records decide
+    with contextlib.suppress(CorruptObjectError):  # if the removal's record is damaged, the run's own records decide
         removal = find_removal(run.store, run.run_id)
         if removal is not None and removal.is_deleting:
             return True
@@ -147,7 +151,7 @@ def _is_deleting(run: RunView) -> bool:
         run.__dict__.pop("record", None)
     try:
         _ = run.record
-    except RunBeingRemovedError:  # this machine's folder is all that is left
+    except RunBeingRemovedError:  # only the folder on this machine is left
         return True
     except CorruptObjectError:
         pass
@@ -155,7 +159,9 @@ def _is_deleting(run: RunView) -> bool:
 
 
 def _check_ended(run: RunView) -> bool:
-    """Check that every replica has ended; return False if the records do not give the states of all replicas.
+    """Check that every replica has ended.
+
+    Return False if some states are not known, because records are damaged or missing.
 
     Raises:
         RunExistsError: a replica still runs, or is about to be started.
@@ -164,7 +170,7 @@ def _check_ended(run: RunView) -> bool:
         now = run.status(reports=False)
         starting = run.reader.about_to_start()
     except (CorruptObjectError, UnknownHandleError, RunBeingRemovedError):
-        return False  # a run that cannot be read, or has no run.json any more, can be removed
+        return False  # the user must be able to remove a damaged run
     name = reference(run.run_id, run.store.url)
     if not now.is_terminal and not run.reader.inventory.records:
         raise RunExistsError(
@@ -180,7 +186,10 @@ def _check_ended(run: RunView) -> bool:
 
 
 def _write(store: Store, run_id: str, removal: Removal) -> bool:
-    """Write the record; False where there is no room for it. A full disk can be emptied all the same."""
+    """Write the record.
+
+    Return False if a full disk has no room for it: the removal continues, because it frees space.
+    """
     try:
         write_removal(store, run_id, removal)
     except UnwritableStoreError:
@@ -189,14 +198,16 @@ def _write(store: Store, run_id: str, removal: Removal) -> bool:
 
 
 def _mark_everywhere(store: Store, run_id: str, removal: Removal) -> None:
-    """Write the record into the run's store, and into this machine's folder of a run whose store is elsewhere."""
+    """Write the record into the run's store, and also into this machine's folder of the run if the store is
+    elsewhere.
+    """
     _write(store, run_id, removal)
     if folder_of_run(run_id, store.url) is not None and not is_state_dir(store.url):
         _write(local_store(), run_id, removal)
 
 
 def _withdraw(store: Store, run_id: str, removal: Removal) -> None:
-    """Delete the record of a removal, unless it is another removal's."""
+    """Delete the record of this removal, but not the record of another removal."""
     with contextlib.suppress(StoreError):
         found = find_removal(store, run_id)
         if found is not None and found.nonce == removal.nonce:
@@ -204,16 +215,16 @@ def _withdraw(store: Store, run_id: str, removal: Removal) -> None:
 
 
 def end_jobs_left(run: RunView, backends: Sequence[Backend], *, may_end: bool) -> None:
-    """End the jobs of an ended run that their service still lists: after the removal no record would name them.
+    """End the jobs of an ended run that their service still lists. After the removal, no record would name them.
 
     Args:
         run: the run.
         backends: the backends to ask.
-        may_end: True if every replica is known to have ended. False: a job that is listed refuses the removal.
+        may_end: True if every replica is known to have ended. False: a listed job is an error, and is not ended.
 
     Raises:
-        RunExistsError: the records of the run cannot be read, and jobs of it still run.
-        BackendError: a service did not end some. The message says how to end them.
+        RunExistsError: jobs of the run still run, and the records that would show their end cannot be read.
+        BackendError: a service did not end some jobs. The message says how to end them.
 
     Example:
         end_jobs_left(run, backends_here(run), may_end=True)
@@ -232,13 +243,16 @@ def end_jobs_left(run: RunView, backends: Sequence[Backend], *, may_end: bool) -
 
 
 def _jobs_left(run: RunView, backends: Sequence[Backend]) -> Iterator[tuple[Backend, JobsLeft]]:
-    """Yield the backends whose services still list jobs of a run; say which services cannot be asked."""
+    """Yield each backend whose service still lists jobs of the run.
+
+    A service that cannot be asked is named on stderr.
+    """
     for backend in backends:
         try:
             left = backend.jobs_left(_jobs_of(run))
         except BackendError as error:
-            # The run is removed all the same: an account that is closed would keep it for ever. But the notes of its
-            # jobs are deleted as well, so no later command can name the jobs.
+            # The removal continues, because a closed account would otherwise prevent it for ever. The message names the
+            # jobs: their notes are deleted, so no later command can name them.
             commands = backend.commands_to_end(run.run_id)
             look = f" Look for them yourself: {commands}" if commands else ""
             _say(f"whether jobs of run {run.run_id} still run on {backend.backend_name!r} is not known: {error}{look}")
@@ -248,7 +262,9 @@ def _jobs_left(run: RunView, backends: Sequence[Backend]) -> Iterator[tuple[Back
 
 
 def backends_here(run: RunView) -> list[Backend]:
-    """Return the backends of a run that are installed here, by its records or else by this machine's notes.
+    """Return the backends of a run that are installed on this machine.
+
+    They come from the run's records, or from this machine's notes.
 
     Args:
         run: the run.
@@ -260,7 +276,8 @@ def backends_here(run: RunView) -> list[Backend]:
     try:
         run.placements.read_added()
         places = run.placements.placed
-    except ReplicasError:  # the user's word, or what this machine noted of the jobs that it started
+    # The records cannot be read: take the user's backend, or the backends in this machine's notes of jobs.
+    except ReplicasError:
         with contextlib.suppress(BackendError, ValueError):
             return list(run.placements.given) or backends_of(noted_jobs(run.run_id, run.store.url))
         return []
@@ -273,12 +290,15 @@ def backends_here(run: RunView) -> list[Backend]:
 
 
 def _jobs_of(run: RunView) -> JobsOfRun:
-    """Return what finds the jobs of a run at a service."""
+    """Return the names under which a service finds the jobs of a run."""
     return JobsOfRun(run.run_id, run.store.url, _launched_at(run))
 
 
 def _launched_at(run: RunView) -> float | None:
-    """Return when a run was launched, by its record or by this machine's notes of its jobs. None if not known."""
+    """Return the launch time of a run from its record, or from this machine's notes of jobs.
+
+    None if it is not known.
+    """
     with contextlib.suppress(ReplicasError):
         return run.record.created_at
     return max((job.launched_at for job in noted_jobs(run.run_id, run.store.url)), default=None)
@@ -289,7 +309,9 @@ def _say(words: str) -> None:
 
 
 def remove_files(run: RunView, backends: Sequence[Backend]) -> None:
-    """Delete what replicas left outside the store. A service that cannot be asked is named on stderr.
+    """Delete the files and jobs that replicas left at their backends.
+
+    A service that cannot be asked is named on stderr.
 
     Args:
         run: the run.
@@ -308,13 +330,13 @@ def remove_files(run: RunView, backends: Sequence[Backend]) -> None:
 
 
 def withdraw_jobs(run: RunView) -> int:
-    """Delete the jobs of an ended run that a queue still holds, on all its backends; return how many.
+    """Delete the jobs of an ended run that still wait in a queue, on all its backends. Return their number.
 
     Args:
         run: the run.
 
     Raises:
-        BackendError: a service refuses, or does not answer.
+        BackendError: a service refuses the request, or does not answer.
     """
     asked = run.store.url, run.run_id, run.record.created_at
     return sum(placed.backend.withdraw_jobs(*asked) for placed in run.placements.placed)
@@ -327,29 +349,29 @@ def remove_run(
     *,
     before_ends: Callable[[], None] = lambda: None,
 ) -> None:
-    """Delete the objects of a run, and what this machine keeps of it.
+    """Delete the objects of a run, and the folder that this machine has for it.
 
-    The records that show the end of the run come after the rest. `run.json` follows when nothing else is left, and the
-    record of the removal is the last.
+    The records that show the end of the run are deleted after the others. `run.json` is deleted when nothing else is
+    left, and the record of the removal last.
 
     Args:
         store: the store of the run.
         run_id: the run.
-        on_progress: gets a few words on the progress.
+        on_progress: called with a short text on the progress.
         before_ends: called before the first record that shows the end of the run is deleted.
 
     Raises:
-        StoreError: something is left, or the store does not answer.
+        StoreError: some objects could not be deleted, or the store does not answer.
     """
     folder, record, mark = folder_of_run(run_id, store.url), run_record_key(run_id), removal_key(run_id)
     left = set[str]()
     _delete_all(store, run_id, {record, mark}, left, on_progress, before_ends)
-    # A resume that finds run.json after its last write is seen by the list that follows the deletion of run.json.
+    # A resume may find run.json and write once more. The list after the deletion of run.json finds that object.
     _delete_all(store, run_id, {mark}, left, on_progress)
-    if folder is None or not is_state_dir(store.url):  # else the record is a file of the folder, and its last one
+    if folder is None or not is_state_dir(store.url):  # otherwise the record is the last file of the folder
         store.delete(mark)
     forget(folder)
-    drop_key(store.url, run_id)  # a new run of this id may be unsigned
+    drop_key(store.url, run_id)  # a new run with this id may be unsigned
     if left:
         raise StoreError(
             f"Run {run_id!r} is removed, but for {len(left)} objects under names that no run has, such as "
@@ -366,21 +388,21 @@ def _delete_all(
     on_progress: Callable[[str], None],
     before_ends: Callable[[], None] = lambda: None,
 ) -> None:
-    """Delete the objects of a run, and list again until nothing is left but what is kept.
+    """Delete the objects of a run except `keep`. List and delete again until nothing else is left.
 
     Args:
         store: the store of the run.
         run_id: the run.
-        keep: keys that stay.
-        left: gets the names that cannot be deleted.
-        on_progress: gets a few words on the progress.
+        keep: the keys that are not deleted.
+        left: a set that receives the names that cannot be deleted.
+        on_progress: called with a short text on the progress.
         before_ends: called once, before the first record that shows the end of the run is deleted.
     """
 
     def delete(key: str) -> str | None:
         try:
             store.delete(key)
-        except ValueError:  # another program created the object, under a name that no store takes as a key
+        except ValueError:  # the name is not a valid key, so another program created the object
             return key
         return None
 
