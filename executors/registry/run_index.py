@@ -290,7 +290,7 @@ def folder_of_run(run_id: str, store_url: str) -> Path | None:
     return state_dir() / run_id if is_its or is_lost else None
 
 
-def settle(run_id: str, store_url: str, task_digest: str) -> None:
+def claim_run_folder(run_id: str, store_url: str, task_digest: str) -> None:
     """Check that this machine's folder for a run id belongs to the run in this store.
 
     Raises:

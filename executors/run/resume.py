@@ -28,7 +28,7 @@ from executors.errors import (
 from executors.process import this_process
 from executors.protocol import ReplicaStatus
 from executors.registry.placements import Placements, check_single_ranks
-from executors.registry.run_index import reference, remember_launch, settle
+from executors.registry.run_index import reference, remember_launch, claim_run_folder
 from executors.restarts.decision_log import MAX_TOTAL, DecisionLog, extensions_of, hang_of, policy_of
 from executors.restarts.lease import new_lease, release_lease, with_lease
 from executors.restarts.orders import abandon_run, order_cancel, order_policy, order_resume, take_back_resume
@@ -166,7 +166,7 @@ def resume(
             view, task, start_specs[0], [*extensions, *([totals] if totals else [])], on_progress
         )
     if not placements.needs_shared_rendezvous:  # it would refuse when the log says already that ranks are resumed
-        settle(view.run_id, view.store.url, task.digest)
+        claim_run_folder(view.run_id, view.store.url, task.digest)
     n_seen = len(log.read())
     startable = {rank for start_spec in start_specs for rank in start_spec.ranks}
     next_attempts = _next_attempts(view, ranks, startable, is_extended=bool(totals))

@@ -21,7 +21,7 @@ from executors.protocol import ReplicaStatus
 from executors.replica import Replica
 from executors.task.stored import StoredTask
 from executors.view.report.scalars import scalars
-from executors.view.report.trackers import TakesPage, Tracked, load_tracker
+from executors.view.report.trackers import PageTracker, Tracked, load_tracker
 
 MAX_WAITING = 10_000  # lines that wait for the tracker, which is some hours of them
 FINISH_S = 20.0  # a replica waits so long at its end for the tracker
@@ -115,7 +115,7 @@ class Tracking:
                 step, numbers = scalars(row)
                 if numbers:
                     tracker.log(numbers, step, at)
-        if self._write_page is not None and isinstance(tracker, TakesPage) and not self._is_hurried:
+        if self._write_page is not None and isinstance(tracker, PageTracker) and not self._is_hurried:
             with self._warned("did not take the page of the run"), tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, f"{self._tracked.run_id}.html")
                 writing = threading.Thread(target=self._write, args=(self._write_page, path), daemon=True)

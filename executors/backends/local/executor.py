@@ -34,7 +34,7 @@ from executors.logs import last_of
 from executors.logs.log import Log
 from executors.process import CAN_SUPERVISE, is_alive, system_name, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
-from executors.registry.run_index import folder_of_run, settle, state_dir
+from executors.registry.run_index import folder_of_run, claim_run_folder, state_dir
 from executors.run.new_run import write_new_run
 from executors.settings.run_spec import StartSpec
 from executors.store.record_names import CLAIM
@@ -201,7 +201,7 @@ class LocalProcessExecutor(Backend):
         """
         _refuse_other_systems()  # here, too: a resume and an addition launch without the check
         run, entrypoint = start.spec, start.entrypoint
-        settle(run.run_id, run.store_url, run.task_digest)
+        claim_run_folder(run.run_id, run.store_url, run.task_digest)
         launch = self._local_launch(start, state_dir())
         try:
             answer = self._zygote(entrypoint, run.env).request({"do": "launch", "launch": launch.to_json()})

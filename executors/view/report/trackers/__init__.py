@@ -68,7 +68,7 @@ class Tracker(Protocol):
 
 
 @runtime_checkable
-class TakesPage(Protocol):
+class PageTracker(Protocol):
     """The interface of a tracker that also stores the HTML page of the run."""
 
     def page(self, path: Path) -> None:
