@@ -26,7 +26,7 @@ from executors.run.run import Run, view_of
 from executors.status import FAILED_EARLY, MAX_LINE, FoundWarning, describe_warnings, name_ranks
 from executors.store.standstill import standstill_lines
 from executors.task.entrypoint import shown
-from executors.view.report.failures import group_failures, words_of
+from executors.view.report.failures import group_failures, failure_text
 from executors.view.report.root_cause import headline, last_frames
 from executors.view.run_model import has_model
 
@@ -303,7 +303,7 @@ class Summary:
                 output.print(headline(outcomes[0], ranks, len(self.outcomes)), "red")
             else:
                 failed = f"{name_ranks(ranks).capitalize()} failed ({outcomes[0].reason})"
-                output.print(f"{failed}: {words_of(outcomes[0])}", "red")
+                output.print(f"{failed}: {failure_text(outcomes[0])}", "red")
             for line in frames if frames not in shown else ():
                 output.print(line[:MAX_CHARACTERS])
             shown.append(frames)

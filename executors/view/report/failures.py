@@ -18,7 +18,7 @@ MAX_WORDS = 500
 MAX_OUTPUT_LINES, MAX_STACK_LINES = 60, 80
 
 
-def words_of(outcome: Outcome) -> str:
+def failure_text(outcome: Outcome) -> str:
     """Return the error of an outcome in one line, without its rank, so that equal failures have equal texts."""
     return one_line(SUBJECT.sub("", headline(outcome, [], 0)))
 
@@ -31,7 +31,7 @@ def group_failures(outcomes: Iterable[Outcome]) -> list[list[Outcome]]:
     groups: dict[tuple[str | None, str], list[Outcome]] = {}
     for outcome in sorted(outcomes, key=lambda outcome: outcome.finished_at):
         if outcome.status is ReplicaStatus.FAILED and outcome.reason != "fenced":
-            groups.setdefault((outcome.reason, words_of(outcome)), []).append(outcome)
+            groups.setdefault((outcome.reason, failure_text(outcome)), []).append(outcome)
     return list(groups.values())
 
 
@@ -72,4 +72,4 @@ def _sentence(group: Sequence[Outcome], world_size: int) -> str:
     if first.error_line is not None:
         return one_line(headline(first, ranks, world_size), MAX_WORDS)
     names = name_ranks(ranks).capitalize()
-    return f"{names}{'' if SUBJECT.match(first.headline) and len(ranks) == 1 else ':'} {words_of(first)}"
+    return f"{names}{'' if SUBJECT.match(first.headline) and len(ranks) == 1 else ':'} {failure_text(first)}"
