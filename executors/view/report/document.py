@@ -22,7 +22,7 @@ from executors.view.report.curves import Array, Line, Point, max_points_of, midd
 from executors.view.report.event_reader import Event
 from executors.view.report.failures import failures_document
 from executors.view.report.measures import Measures
-from executors.view.report.rounds import UNNOTICED, meetings, rounds_document
+from executors.view.report.rounds import UNNOTICED, rounds_of_run, rounds_document
 from executors.view.report.run_summary import in_short, is_late
 from executors.view.report.text import name_moment, one_line
 from executors.view.report.timeline import timeline_document
@@ -79,7 +79,7 @@ class Subject:
 def document(subject: Subject) -> dict[str, Any]:
     """Return everything that the page of a run shows, cut to a readable size. Texts hold no control characters."""
     record, now, metrics = subject.record, subject.now, subject.metrics
-    measures, met = Measures(metrics), meetings(metrics)
+    measures, met = Measures(metrics), rounds_of_run(metrics)
     rounds = rounds_document(met)
     newest = {state.rank: state.attempt for state in now.replicas}
     made: dict[str, Any] = {

@@ -33,7 +33,7 @@ SHARE = 0.25  # of a page's values: the part that all curves of rounds may use
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RunRound:
     """One round of a run, as all its replicas measured it. Its seconds are on the run's time line."""
 
     name: str
@@ -100,12 +100,12 @@ class Meeting:
         return {rank: ratio for rank, ratio in self.ratios.items() if not 1 / DRIFT <= ratio <= DRIFT}
 
 
-def meetings(metrics: Metrics) -> list[Meeting]:
+def rounds_of_run(metrics: Metrics) -> list[RunRound]:
     """Return the rounds of a run, ordered by the name of their DiLoCo and by their number."""
     by_entry: dict[tuple[str, int], dict[int, Round]] = defaultdict(dict)
     for row in metrics.rounds:
         by_entry[row.name, row.entry][row.rank] = row
-    found, began_s, before = list[Meeting](), 0.0, ""
+    found, began_s, before = list[RunRound](), 0.0, ""
     for (name, entry), rows in sorted(by_entry.items()):
         began_s, before = began_s if name == before else 0.0, name
         ended_s = max(metrics.at(row) for row in rows.values())
@@ -115,12 +115,12 @@ def meetings(metrics: Metrics) -> list[Meeting]:
             for span in metrics.attempts
             if span.started_s < ended_s and (span.ended_s is None or span.ended_s > began_s)
         }
-        found.append(Meeting(name, entry, rows, ended_s, counted, sorted(alive - {*counted})))
+        found.append(RunRound(name, entry, rows, ended_s, counted, sorted(alive - {*counted})))
         began_s = ended_s
     return found
 
 
-def drifting_ranks(found: Sequence[Meeting]) -> list[int]:
+def drifting_ranks(found: Sequence[RunRound]) -> list[int]:
     """Return the ranks whose pseudo-gradients repeatedly differ in norm from the norms of the other ranks.
 
     A norm counts as far from the median if it is more than `DRIFT` times as large or small, and if it is farther away
@@ -148,7 +148,7 @@ def drifting_ranks(found: Sequence[Meeting]) -> list[int]:
     return drifting
 
 
-def rounds_document(found: Sequence[Meeting]) -> dict[str, Any]:
+def rounds_document(found: Sequence[RunRound]) -> dict[str, Any]:
     """Return the part of the page's document that describes rounds, as JSON."""
     whole = [min(each.waits.values()) for each in found if not each.missing and each.waits]
     usual_s = median(whole) if whole else 0.0
