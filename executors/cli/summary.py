@@ -26,7 +26,7 @@ from executors.run.run import Run, view_of
 from executors.status import FAILED_EARLY, MAX_LINE, FoundWarning, describe_warnings, name_ranks
 from executors.store.standstill import standstill_lines
 from executors.task.entrypoint import shown
-from executors.view.report.failures import group_failures, failure_text
+from executors.view.report.failures import failure_text, group_failures
 from executors.view.report.root_cause import headline, last_frames
 from executors.view.run_model import has_model
 

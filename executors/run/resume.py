@@ -28,7 +28,7 @@ from executors.errors import (
 from executors.process import this_process
 from executors.protocol import ReplicaStatus
 from executors.registry.placements import Placements, check_single_ranks
-from executors.registry.run_index import reference, remember_launch, claim_run_folder
+from executors.registry.run_index import claim_run_folder, reference, remember_launch
 from executors.restarts.decision_log import MAX_TOTAL, DecisionLog, extensions_of, hang_of, policy_of
 from executors.restarts.lease import new_lease, release_lease, with_lease
 from executors.restarts.orders import abandon_run, order_cancel, order_policy, order_resume, take_back_resume

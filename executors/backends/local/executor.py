@@ -34,7 +34,7 @@ from executors.logs import last_of
 from executors.logs.log import Log
 from executors.process import CAN_SUPERVISE, is_alive, system_name, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
-from executors.registry.run_index import folder_of_run, claim_run_folder, state_dir
+from executors.registry.run_index import claim_run_folder, folder_of_run, state_dir
 from executors.run.new_run import write_new_run
 from executors.settings.run_spec import StartSpec
 from executors.store.record_names import CLAIM

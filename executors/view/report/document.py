@@ -22,8 +22,8 @@ from executors.view.report.curves import Array, Line, Point, max_points_of, midd
 from executors.view.report.event_reader import Event
 from executors.view.report.failures import failures_document
 from executors.view.report.measures import Measures
-from executors.view.report.rounds import UNNOTICED, rounds_of_run, rounds_document
-from executors.view.report.run_summary import in_short, is_late
+from executors.view.report.rounds import UNNOTICED, rounds_document, rounds_of_run
+from executors.view.report.run_summary import is_late, summary_sentences
 from executors.view.report.text import name_moment, one_line
 from executors.view.report.timeline import timeline_document
 
@@ -122,7 +122,7 @@ def document(subject: Subject) -> dict[str, Any]:
     }
     for row in made["replicas"]:
         row["held_up"] = is_late(made, row["rank"])
-    return {**made, "notable": _notable(made), "in_short": in_short(made)}
+    return {**made, "notable": _notable(made), "in_short": summary_sentences(made)}
 
 
 def _notable(made: Mapping[str, Any]) -> list[int]:

@@ -18,7 +18,7 @@ MAX_FAILURES = 3
 MAX_WARNING = 240  # characters
 
 
-def in_short(document: Mapping[str, Any]) -> list[dict[str, str]]:
+def summary_sentences(document: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return the sentences of the summary with a tone each: good, bad or plain."""
     return [{"text": text, "tone": tone} for tone, text in _sentences(document)]
 
