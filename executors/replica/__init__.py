@@ -58,6 +58,8 @@ FOR_THE_WORKER = (
     *(TASK_DIGEST, TASK_FOLDER, TIMEOUT_S, BOOTSTRAP_S, GPU, SETTINGS, BOTO3),
     *(LAUNCHED_AT, LEASE_S, LEASE_NAME, SPARE, ENV, SERVICE, FOLDER, SYS_PATH),
 )
+MEMBER = "REPLICA_MEMBER"  # the number of this process in a replica of several processes
+MEMBERS = "REPLICA_MEMBERS"
 NOTICE_S = "REPLICA_NOTICE_S"  # the time between a service's signal and the end of the container; a launch may set it
 LOST_AFTER_S = "REPLICA_LOST_AFTER_S"  # a spare takes over a rank that is silent for so long; a launch may set it
 UNSEEN = nullcontext()
@@ -74,6 +76,26 @@ PROCESS_GROUP = (
     *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     *("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),  # jsrun
 )
+
+
+def place_in_replica(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Return the number of this process in its replica, and the replica's number of processes: (0, 1) for one process.
+
+    A launcher inside a replica, such as `torchrun`, sets RANK and WORLD_SIZE. A replica's own environment has neither.
+
+    Args:
+        environ: the environment of the process.
+
+    Example:
+        member, members = place_in_replica()
+    """
+    for member, members in ((MEMBER, MEMBERS), ("RANK", "WORLD_SIZE")):
+        try:
+            if member in environ and int(environ[members]) > 1:
+                return int(environ[member]), int(environ[members])
+        except (KeyError, ValueError):
+            continue
+    return 0, 1
 
 
 def leave_process_group() -> None:
@@ -143,6 +165,24 @@ class Replica:
     knows_rank: bool = field(default=False, repr=False)
     """Whether the user's code has asked for this object, or its arguments or variables have `${rank}`. Then each
     replica may do something else on purpose."""
+
+    @property
+    def member(self) -> int:
+        """The number of this process in the replica: 0 in a replica of one process.
+
+        Example:
+            is_leader = replica.member == 0
+        """
+        return place_in_replica()[0]
+
+    @property
+    def members(self) -> int:
+        """The number of processes of this replica.
+
+        Example:
+            batch = 512 // replica.members
+        """
+        return place_in_replica()[1]
 
     @cached_property
     def store(self) -> Store:
