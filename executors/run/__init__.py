@@ -1,9 +1,9 @@
-"""Starts, waits for, cancels, resumes, extends and removes runs: everything that acts on a run from outside.
+"""Starts, waits for, cancels, resumes, extends and removes runs.
 
-Read `run.py` first: `Run` is what a user holds. `run_manager.py` acts for one process, `start_attempts.py` starts
-replicas for every verb, `canceller.py` ends them, and `external_controller.py` restarts them. `lookup.py` finds
-runs again.
+Read `run.py` first: `Run` is the object that a user gets. `run_manager.py` does the work of a `Run` in one process.
+`start_attempts.py` starts replicas for all callers, `canceller.py` ends them, and `external_controller.py` restarts
+them. `lookup.py` finds existing runs.
 
-Data enters as a view of the run (`executors.view`) and as the user's arguments. It leaves as orders to backends and as
-records in the run's store.
+Input is a view of the run (`executors.view`) and the user's arguments. Output is requests to backends and records in
+the run's store.
 """

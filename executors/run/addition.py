@@ -1,4 +1,4 @@
-"""Add replicas to a running run: new ranks, started by any executor that reaches the run's rendezvous."""
+"""Adds replicas to a running run: new ranks, on any backend that can reach the run's store."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from executors.task.removal_record import check_not_removed
 from executors.task.stored import StoredTask
 from executors.view.run_view import RunView
 
-NOBODY = 10**6  # a rank that only what is of all ranks concerns
+NOBODY = 10**6  # a rank that no run has: orders that block this rank block all ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def add_replicas(
     given = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
     backend = check_single_ranks(as_backend(given))
     task = trusted_task(run, task_digest=asked.task_digest, trust_bucket=asked.trust_bucket)
-    if task.record.code_sha256 is None or not backend.ships_code:  # its replicas get the code of this folder
+    if task.record.code_sha256 is None or not backend.ships_code:  # the replicas get the code of this folder
         check_folder(run, task, f"add --n {asked.n}")
     _check_run(run)
     launched, env = task.launched_with, dict(asked.env or {})
@@ -93,7 +93,7 @@ def add_replicas(
     check_env(run, first, env)
     secrets = _inherited_secrets(run, backend, launched) if asked.secrets is None else tuple(asked.secrets)
     spec = replace(spec_of(run, task, detach=asked.detach), env=env, secret_names=secrets)
-    spec = spec.with_settings(min_replicas=None, max_cost=None)  # an addition comes on top of the run's max_cost
+    spec = spec.with_settings(min_replicas=None, max_cost=None)  # `max_cost` of the run does not include the additions
     spec = with_lease(spec, backend.lease_s, detach=asked.detach)
     timeout_s = asked.timeout or first.timeout_s or backend.default_timeout_s
     gpu = first.gpu if asked.gpu is None else asked.gpu or None
@@ -101,7 +101,8 @@ def add_replicas(
     if task.record.code_sha256 is not None:
         check_requirements(run, backend, task)
     n_seen, is_blocked = _check_bar(run, spec.key)
-    # If the run was launched without code for other machines, these replicas get the code of this process, also later.
+    # If the launch packed no code for other machines, the added replicas get the code of this process, also after a
+    # restart.
     if settings.max_cost is not None:
         limit = "" if timeout_s is None else f": each may run for {name_duration(timeout_s)}, and again after a restart"
         what = f"max_cost={settings.max_cost:g} of run {run.run_id!r}"
@@ -119,26 +120,27 @@ def add_replicas(
     ranks: list[int] = []
     while len(ranks) < asked.n:
         added = take_ranks(run.store, run.run_id, run.world_size, asked.n - len(ranks), place)
-        with contextlib.suppress(StoreError):  # without a place for notes, a resume names these ranks
+        with contextlib.suppress(StoreError):  # without this note, a resume must name these ranks
             remember_added(run.run_id, run.store.url, added.name, backend.options_to_keep)
         run.placements.add(added, backend)
-        # A joiner may have claimed one just before: it has it then.
+        # A replica that joins may have claimed one of the ranks in the meantime. That rank is not started here.
         ranks += [rank for rank in added.ranks if not Attempt(run.store, run.run_id, rank).has_started()]
     spec = with_own_task(replace(spec, ranks=tuple(ranks)), place)
     start = StartSpec(spec, launched.entrypoint, gpu, timeout_s)
     log = DecisionLog(run.store, run.run_id, key=spec.key)
 
     def prepare() -> None:
-        check_not_removed(run.store, run.run_id, name)  # a removal that has not seen the record of the ranks is seen
+        # A removal may not have seen the record of the ranks; then this check sees the removal.
+        check_not_removed(run.store, run.run_id, name)
         if is_blocked and order_resume(log, dict.fromkeys(ranks, 0), n_seen) is not None:
             raise _ended_meanwhile(run)
 
     def undo(error: BaseException, _: Sequence[int]) -> None:
-        order_cancel(log, ranks, launch_failed_message(error))  # no controller starts them again
+        order_cancel(log, ranks, launch_failed_message(error))  # so that no controller restarts them
         for rank in ranks:
             Attempt(run.store, run.run_id, rank).abandon(error)
 
-    # An attached addition leaves the run's lease to the process that renews it already.
+    # The lease of an attached run is already renewed by another process, so the addition only uses it.
     lease = new_lease(run.store, spec, yields=not asked.detach)
     plan = StartPlan(store=run.store, backend=run.placements, orders=[start], lease=lease, prepare=prepare, undo=undo)
     start_attempts(plan, on_progress)
@@ -150,7 +152,7 @@ def add_replicas(
 def _inherited_secrets(run: RunView, backend: Backend, launched: LaunchedWith) -> tuple[str, ...]:
     """Return the names of the launch's secrets. Return none for a backend that the launch did not use.
 
-    Another backend does not know these names.
+    Another backend does not have secrets of these names.
     """
     first = launched.placements[0]
     if backend.backend_name in (backends := [place.backend for place in launched.placements]):
@@ -167,7 +169,7 @@ def _inherited_secrets(run: RunView, backend: Backend, launched: LaunchedWith) -
 
 @contextlib.contextmanager
 def _noting_inherited_values(asked: AdditionRequest, settings: Settings) -> Iterator[None]:
-    """Add to an error of the block which values are the launch's, because the user did not give them here."""
+    """Add a note to an error within the block, if the user did not give a value and the launch's value was used."""
     try:
         yield
     except (BackendError, ValueError) as error:
@@ -203,19 +205,19 @@ def _check_run(run: RunView) -> None:
         now = run.status(reports=False)
         ended = now.counts if now.is_terminal else ""
         has_failed = any(state.status is not ReplicaStatus.SUCCEEDED for state in now.replicas)
-    except BackendError:  # of its replicas the store tells
+    except BackendError:  # the state of the other ranks comes from the store
         attempts = (Attempt(run.store, run.run_id, rank).newest() for rank in run.placements.ranks)
         has_failed, ended = True, "all have ended" if all(each.outcome() is not None for each in attempts) else ""
     if ended:
         name = reference(run.run_id, run.store.url)
-        # If the run has succeeded, `resume` alone would answer that there is no replica to resume.
+        # In a run that has succeeded, `resume` without a new total would find nothing to resume.
         more = "" if has_failed else " --total-steps N"
         how = f"{'Resume' if has_failed else 'Extend'} it first: replicas resume {name}{more}"
         raise ValueError(f"Run {run.run_id!r} has ended ({ended}), so no replica can join it. {how}")
 
 
 def _check_start(run: RunView, backend: Backend, task: StoredTask, asked: AdditionRequest, settings: Settings) -> None:
-    """Refuse what cannot work, before anything is written, started or paid for."""
+    """Raise an error for an addition that cannot work, before anything is written or started."""
     name, store = backend.backend_name, run.store
     if backend.needs_shared_rendezvous and directory_of(store.url) is not None:
         raise BackendError(
@@ -223,17 +225,18 @@ def _check_start(run: RunView, backend: Backend, task: StoredTask, asked: Additi
             "that was launched with a rendezvous that all reach can have replicas there: --rendezvous s3://BUCKET/…"
         )
     check_pickle_of(task, backend)
-    entrypoint = task.record.entrypoint or len  # a pickled callable is not loaded here
+    entrypoint = task.record.entrypoint or len  # a pickled callable is not loaded here, so any callable stands for it
     args = dict(task.record.args or {}) | dict.fromkeys(task.record.arg_texts, "") if task.record.entrypoint else {}
     with _noting_inherited_values(asked, settings):
         backend.check_launch(LaunchRequest(entrypoint=entrypoint, settings=settings, args=args))
 
 
 def _check_bar(run: RunView, key: str | None) -> tuple[int, bool]:
-    """Return the number of entries in the decision log, and True if a cancel or stop of all ranks blocks new ranks.
+    """Return the number of entries in the decision log, and True if an order to cancel or stop all ranks blocks new
+    ranks.
 
     Raises:
-        LaunchError: it blocks them, and the run was not resumed since, so it is being ended.
+        LaunchError: new ranks are blocked and the run was not resumed since, because it is ending.
     """
     entries = DecisionLog(run.store, run.run_id, key=key).read()
     order = blocking_order(entries, NOBODY)

@@ -1,4 +1,4 @@
-"""Ends a run early: a cancel ends its replicas at once, and a stop lets them end by themselves within some time."""
+"""Ends a run early. A cancel ends its replicas at once. A stop lets them finish, and ends them after some time."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from executors.store.parallel import answered_within, in_parallel, in_threads
 from executors.store.record_names import run_folder_was_deleted
 from executors.view.run_state_reader import RunStateReader
 
-HEAD_START_S = 5.0  # for the store, before the service is asked: usually the markers exist then
+HEAD_START_S = 5.0  # the store gets this time before the service is asked; usually the markers exist then
 STORE_S = 20.0  # the longest wait for the store after the service has ended the jobs
 
 
 class Canceller:
     """Ends the replicas of one run.
 
-    The log of decisions gets the order first. A replica that a resume or a restart starts meanwhile reads the order
-    there when it claims its attempt. But a store that does not answer must not keep paid jobs running. So the store
-    gets a few seconds, then the service is asked to end the jobs, and then the store gets some more time.
+    First, the order is written to the decision log. A replica that is restarted in the meantime reads the order when it
+    claims its attempt. A store that does not answer must not keep paid jobs running. So the canceller waits some
+    seconds for the store, then asks the service to end the jobs, and then waits for the store again.
 
     Args:
         reader: reads the states of the run's replicas.
         launched_at: returns the Unix time of the run's launch. None: the time is read from the run's record.
-        on_progress: gets a sentence if a service takes longer than a minute, and one if the store does not answer.
+        on_progress: called with a sentence if a service takes longer than a minute, or if the store does not answer.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Canceller:
         """The number of jobs that the service still had after all ranks had ended. Its queue might start them."""
 
     def request(self, why: str = BY_USER) -> None:
-        """Block all ranks in the log, and write a cancel marker for each living replica. No backend is asked.
+        """Block all ranks in the log, and write a cancel marker for each live replica. No backend is asked.
 
         Args:
-            why: the reason, for the outcomes.
+            why: the reason that the outcomes get.
         """
         self._block(None, why)
         self._mark(None, why)
@@ -80,11 +80,11 @@ class Canceller:
         self._end_at_all(ranks, BY_USER, blocks=True)
 
     def stop(self, within_s: float, wait: Callable[[float], bool]) -> None:
-        """Ask all replicas to end by themselves, and end the replicas that have not ended within some seconds.
+        """Ask all replicas to end. End the replicas that still run after `within_s` seconds.
 
         Args:
             within_s: how long the replicas may take to end, in seconds.
-            wait: waits until the run has ended, at most for the given seconds. It returns False if the run still runs.
+            wait: waits for the end of the run, at most the given seconds. It returns False if the run still runs.
 
         Raises:
             ValueError: `within_s` is out of range.
@@ -92,14 +92,15 @@ class Canceller:
         if not 0 <= within_s <= MAX_S:
             raise ValueError(f"within_s is from 0 to {MAX_S:g} seconds, got {within_s!r}.")
         stop = order_stop(DecisionLog(self._reader.store, self._reader.run_id), within_s)
-        if not wait(stop.within_s or 0.0):  # seconds and no time of day: the clock of the log's writer may be ahead
+        # Seconds, and not a time of day, because the clock of the host that wrote the order may be ahead.
+        if not wait(stop.within_s or 0.0):
             self.end(STOPPED)
 
     def end(self, why: str) -> None:
-        """End all replicas that still run, and block no rank.
+        """End all replicas that still run. The ranks are not blocked, so they may be restarted.
 
         Args:
-            why: the reason, for the outcomes.
+            why: the reason that the outcomes get.
 
         Raises:
             BackendError: the backend did not end some replicas; see `cancel`.
@@ -107,7 +108,7 @@ class Canceller:
         self._end_at_all(None, why, blocks=False)
 
     def _end_at_all(self, ranks: Sequence[int] | None, why: str, *, blocks: bool) -> None:
-        """End replicas at their services, and in the store."""
+        """End replicas at their services and in the store, even if one of the two does not answer."""
         self.is_store_silent = self.was_ended_without_store = False
         self.n_withdrawn = 0
         placements, url = self._reader.placements, self._reader.store.url
@@ -156,7 +157,7 @@ class Canceller:
         Args:
             seen: the states of the replicas.
             why: the reason, for the outcomes.
-            ended: rank and number of each attempt whose job was ended before.
+            ended: rank and number of each attempt whose job has already been ended.
         """
         reader, placements = self._reader, self._reader.placements
         states = [state for state in seen if not state.status.is_terminal and (state.rank, state.attempt) not in ended]
@@ -181,7 +182,7 @@ class Canceller:
                 )
             attempt.request_cancel(
                 why
-            )  # its launcher died, or has not started it yet. A replica that starts later reads the marker, and ends
+            )  # its launcher died or has not started it; a replica that starts later reads the marker
             attempt.record(attempt.new_outcome(ReplicaStatus.CANCELLED, "cancelled"))
         if why != BY_USER:  # the executor's own marker has BY_USER as its reason
             reader.map(lambda r: reader.attempt(r).request_cancel(why), launched)
@@ -193,13 +194,13 @@ class Canceller:
                 return error
             return None
 
-        # A rank that has ended raises an error if its records are damaged.
+        # An ended rank only raises an error if its records are damaged.
         failed = in_parallel(end, [*launched, *(state.rank for state in states if state.is_over)])
         if error := next(filter(None, [*failed, *unclear.values()]), None):
             raise error
 
     def _block(self, ranks: Sequence[int] | None, why: str) -> None:
-        """Block ranks that have not succeeded, by an order in the log. None: all ranks."""
+        """Add an order to the log that blocks all ranks that have not succeeded. None: all ranks."""
         states = self._reader.recorded(ranks)
         left = [state.rank for state in states if state.status is not ReplicaStatus.SUCCEEDED]
         if run_folder_was_deleted(self._reader.store, self._reader.run_id) or not left:
@@ -207,17 +208,17 @@ class Canceller:
         log = DecisionLog(self._reader.store, self._reader.run_id)
         with contextlib.suppress(
             CorruptObjectError
-        ):  # if the log is damaged, no process can read it and start a replica
-            # An order of the user is always added, because this process may not have seen a resume that came since.
+        ):  # if the log is damaged, no process can read it and restart a replica
+            # An order of the user is always added, because another process may have resumed ranks since the last read.
             entries = log.read()  # once: each reading asks the store
             if why == BY_USER or not all(is_blocked(entries, state.rank) for state in states):
                 order_cancel(log, None if ranks is None else left, why)
 
     def _look(self, ranks: Sequence[int] | None, why: str) -> Sequence[ReplicaState]:
-        """Return the states of ranks that this cancel will end. None: all ranks.
+        """Return the states of the ranks that this cancel ends. None: all ranks.
 
-        A backend may end replicas although it cannot report their states. So they get cancel markers then, and a
-        replica that the backend does not end reads its marker.
+        If a backend cannot report the states, it may still end the replicas. So all ranks get cancel markers, which the
+        remaining replicas read.
         """
         try:
             return self._reader.look(ranks)
@@ -229,7 +230,7 @@ class Canceller:
 
         Args:
             ranks: the ranks. None: all.
-            why: the reason, for the outcomes.
+            why: the reason that the outcomes get.
         """
         states = self._reader.recorded(ranks)
         alive = [self._reader.attempt(state.rank) for state in states if not state.status.is_terminal]

@@ -1,9 +1,9 @@
-"""The ids of jobs that this machine started, noted in its directory of runs: they end a run whose store is lost.
+"""Notes the ids of jobs that this machine started, so that they can be ended if the run's store is lost.
 
-A job is noted when its service has answered, before anything else is done with that answer. The note survives the
-process and a power cut. One line of JSON is appended for each job, so two processes that start jobs of one run at the
-same time lose none, and a line that was cut off hides no other. The file is for this user alone, because the options of
-a backend may name what is private.
+A job is noted as soon as its service has answered. The note survives a crash of the process and a power cut. For each
+job, one line of JSON is appended. So two processes that start jobs of one run do not overwrite each other's notes, and
+a line that was cut off affects no other line. Only this user can read the file, because options of a backend may
+contain private names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from executors.store.state_folder import state_path
 from executors.store.url import check_run_id
 
 JOBS = "jobs.jsonl"
-MAX_BYTES = 64 << 20  # some 100,000 jobs
+MAX_BYTES = 64 << 20  # enough for about 100,000 jobs
 
 _waiting: list[tuple[str, str, bytes]] = []
 """Lines that no thread has written yet, each with the run's id and store."""
@@ -36,7 +36,10 @@ _has_warned: set[str] = set()
 
 @dataclass(frozen=True, kw_only=True)
 class NotedJob(Record):
-    """A job as the machine noted it that started it. Unlike the run's records, other users cannot write it."""
+    """This machine's note on a job that it started.
+
+    Other users cannot write it, although they may write the run's records.
+    """
 
     backend: str = checked(text(100))
     executor: str = checked(text(1000), "")
@@ -53,11 +56,10 @@ class NotedJob(Record):
 
 
 def note_jobs(run_id: str, jobs: Sequence[NotedJob]) -> None:
-    """Write notes of jobs that were just started. The notes are on the disk when this returns.
+    """Write notes on jobs that were just started. After the call, the notes are on the disk.
 
-    Many threads start jobs at once. The first thread writes the lines of all, so the threads wait for the disk a few
-    times, and not once for each job. If this machine cannot write notes, one warning is printed: the launching process
-    knows the jobs anyway, and their service lists them.
+    Many threads may call this at the same time. The first thread writes the lines of all waiting threads, which saves
+    waits for the disk. If this machine cannot write notes, one warning is printed and the launch continues.
 
     Args:
         run_id: the run of the jobs.
@@ -83,11 +85,11 @@ def note_jobs(run_id: str, jobs: Sequence[NotedJob]) -> None:
 
 
 def noted_jobs(run_id: str, store_url: str | None = None) -> list[NotedJob]:
-    """Return the jobs of a run that this machine noted, oldest first; lines that cannot be read are left out.
+    """Return the noted jobs of a run, oldest first. Lines that cannot be read are left out.
 
     Args:
         run_id: the run.
-        store_url: only jobs of the run in this store. None: the run that this machine knows by that id.
+        store_url: the store of the run. None: the store that this machine knows for the run id.
 
     Example:
         [job.job for job in noted_jobs("brave-otter-7f3a")]
@@ -97,26 +99,27 @@ def noted_jobs(run_id: str, store_url: str | None = None) -> list[NotedJob]:
         with open(_file(run_id), "rb") as file:
             lines = file.read(MAX_BYTES).splitlines()
         for line in filter(None, lines):
-            with contextlib.suppress(CorruptObjectError):  # cut off by a power cut, or by another program
+            # A line that was cut off, by a power cut or by another program.
+            with contextlib.suppress(CorruptObjectError):
                 found.append(NotedJob.parse(line, JOBS))
     return [job for job in found if store_url in (None, job.store_url)]
 
 
 def _append(run_id: str, store_url: str, lines: bytes) -> None:
     if locate(run_id) is None:
-        remember(run_id, store_url)  # brought back on this machine: the id alone finds the run from now on
+        remember(run_id, store_url)  # from now on, the id alone finds the run on this machine
     elif folder_of_run(run_id, store_url) is None:
-        return  # the folder of this id is of another run
+        return  # the folder of this id belongs to another run
     path = _file(run_id)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     is_new = not path.exists()
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        os.write(descriptor, b"\n" + lines)  # behind a line that was cut off
+        os.write(descriptor, b"\n" + lines)  # the newline ends an earlier line that was cut off
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    if is_new:  # the name of a new file is in its folder, which has to be on the disk as well
+    if is_new:  # the name of a new file must be on the disk as well
         sync(path.parent)
         sync(state_dir())
 

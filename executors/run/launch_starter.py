@@ -1,4 +1,4 @@
-"""Starts attempts of single ranks through the executor of a run, for a controller outside of the run's machines."""
+"""Starts attempts of single ranks through the run's executor. The launcher and `replicas watch` use it for restarts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from executors.run.start_attempts import StartPlan, start_attempts
 from executors.settings.run_spec import RunSpec, StartSpec
 from executors.store import store_at
 
-AGAIN_S = 10.0  # after a start that failed
-GATHER_S = 3600.0  # each rank is started for itself: none waits for the others
+AGAIN_S = 10.0  # the pause after a failed start
+GATHER_S = 3600.0  # each rank is started alone, so this wait for other ranks never ends a start
 
 
 class LaunchStarter:
-    """Starts attempts in the background. It leaves alone an attempt that another process has begun.
+    """Starts attempts in the background. An attempt that another process has claimed is not started.
 
     Args:
         backend: the placements of the run.
-        start_specs: the values that this process starts ranks with. It starts no other ranks.
-        say: gets one sentence for each start that failed.
+        start_specs: the values that start the ranks. Other ranks are not started.
+        say: called with one sentence for each failed start.
     """
 
     how = "launch"
@@ -42,15 +42,15 @@ class LaunchStarter:
         self._again_at: dict[int, float] = {}
 
     def learn(self, start_specs: Sequence[StartSpec]) -> None:
-        """Start the ranks of these values as well.
+        """Add more ranks that this process can start.
 
         Args:
-            start_specs: the values that start ranks which this process did not start before.
+            start_specs: the values that start the additional ranks.
         """
         self._start_specs += start_specs
 
     def knows(self, rank: int) -> bool:
-        """Return True if this process has the values that start a rank.
+        """Return True if this process has the values to start a rank.
 
         Args:
             rank: the rank.
@@ -61,7 +61,7 @@ class LaunchStarter:
         """Return True if this process can start a rank now; see `AttemptStarter.may_start`."""
         if rank not in self.free or time.monotonic() < self._again_at.get(rank, 0.0):
             return False
-        # One that has ended since was started, whether or not those that were asked for with it are.
+        # A rank whose newer attempt has ended was started, so this process may start its next attempt.
         return not any(each == rank and number > self.free[rank] for each, number in [*self._busy])
 
     @property
@@ -83,7 +83,7 @@ class LaunchStarter:
     def _start(self, order: StartSpec) -> None:
         spec = order.spec
         try:
-            # Without `undo`: this process starts the same attempts again, and the lease that it holds counts for them.
+            # Without `undo`, because this process tries to start the same attempts again, under the same lease.
             start_attempts(StartPlan(store=store_at(spec.store_url), backend=self.backend, orders=[order]))
         except (ReplicasError, OSError) as error:
             self._again_at |= dict.fromkeys(spec.ranks, time.monotonic() + AGAIN_S)
@@ -95,10 +95,10 @@ class LaunchStarter:
             self._busy.difference_update((rank, spec.attempt) for rank in spec.ranks)
 
     def _end(self, spec: RunSpec, error: MaxCostSpentError) -> None:
-        """Record an outcome for attempts that no process will start, so that no process waits for them."""
+        """Record outcomes for attempts that no process will start, so that no other process waits for them."""
         self.say(f"attempt {spec.attempt} is not started: {error}")
-        with contextlib.suppress(StoreError):  # then it is tried again
+        with contextlib.suppress(StoreError):  # it is tried again later
             for rank in error.ranks:
                 attempt = Attempt(store_at(spec.store_url), spec.run_id, rank, spec.attempt)
-                if not attempt.has_intent():  # another process begins it all the same
+                if not attempt.has_intent():  # otherwise another process has claimed the start
                     attempt.record(attempt.new_outcome(ReplicaStatus.FAILED, "timeout", error=str(error)))

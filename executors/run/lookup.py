@@ -1,4 +1,4 @@
-"""Finding runs again, from any process."""
+"""Finds existing runs: one by its id or address, or all runs of this machine or of a store."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def attach(
     if not isinstance(run, str):
         raise TypeError(f"A run is given by its id, or as '<rendezvous url>/<run id>', in a string, got {run!r}.")
     url: str | None
-    run = run.rstrip("/")  # as a shell completes the name of a folder
+    run = run.rstrip("/")  # a shell that completes the name of a folder adds this slash
     if rendezvous is None and "/" in run:
         url, run_id = split_address(run)
         check_run_id(run_id)
@@ -100,7 +100,8 @@ def attach(
     elif executor is not None and not isinstance(executor, str):
         check_executor(executor)
     found = Run(existing_store(url), run_id, executor=executor)
-    # A caller that needs the record gets the error later. Both kinds of runs can be removed.
+    # The run can be used without its record, at least for a removal. A caller that needs the record gets the error
+    # later.
     with contextlib.suppress(CorruptObjectError, RunBeingRemovedError):
         for each in [None] if executor is None else executors_in(executor):
             placement = _placement_for(found, each)
@@ -110,7 +111,7 @@ def attach(
 
 
 def _placement_for(run: Run, named: str | ServerlessExecutor | None) -> Placement:
-    """Return the placement of a run that an executor is meant for: one of its backend, else the first."""
+    """Return the placement of a run that fits an executor: one of the executor's backend, otherwise the first."""
     view = view_of(run)
     launched = view.record.placements
     if named is None:
@@ -125,11 +126,11 @@ def _placement_for(run: Run, named: str | ServerlessExecutor | None) -> Placemen
 def list_runs(rendezvous: str | Path | None = None) -> list[Run]:
     """List the runs that this machine knows, or all runs in a store, the oldest first.
 
-    A known run may be at a bucket that does not answer within 5 s, or that needs a package that is not installed. It is
-    listed by the time of this machine's note, and its methods raise the reason. Call `attach` to ask again.
+    A known run may be in a bucket that does not answer within 5 s, or that needs a package that is not installed. Such
+    a run is listed with the time of this machine's note, and its methods raise the reason. Call `attach` to try again.
 
     Args:
-        rendezvous: the url of a store. None, the default: the runs that this machine knows.
+        rendezvous: the url of a store, whose runs are listed. None, the default: the runs that this machine knows.
 
     Raises:
         StoreError: the store cannot be listed.
@@ -148,7 +149,7 @@ def list_runs(rendezvous: str | Path | None = None) -> list[Run]:
         try:
             if (url := locate(run_id)) is not None:
                 run_ids.setdefault(url, []).append(run_id)
-        except StoreError as error:  # another user's, or the disk fails
+        except StoreError as error:  # the folder belongs to another user, or the disk fails
             found.append(Run(cast(Store, UnreachableStore(state_path().as_uri(), error)), run_id))
     for runs in in_parallel(lambda url: _runs_at(url, run_ids[url]), [*run_ids]):
         found += runs
@@ -156,7 +157,7 @@ def list_runs(rendezvous: str | Path | None = None) -> list[Run]:
 
 
 def _runs_at(url: str, run_ids: Sequence[str]) -> list[Run]:
-    """Return the runs in a store that were not removed. A bucket that does not answer is asked only once."""
+    """Return the runs in a store that were not removed. If a bucket does not answer, it is not asked again."""
     try:
         store, quick = existing_store(url), impatient_store(url, GLANCE.limit_s)
     except (RunNotFoundError, ValueError):
@@ -170,11 +171,11 @@ def _runs_at(url: str, run_ids: Sequence[str]) -> list[Run]:
             record = find_run_record(quick, run_id)
             if record is None:
                 if find_removal(quick, run_id) or find_removal_here(run_id, url):
-                    return run  # a removal was interrupted, and another one finishes it
+                    return run  # the run is listed, because another removal must complete it
                 check_is_located(run_id, url)
                 return None
             view_of(run).record = record
-        except CorruptObjectError:  # it can be looked at, and removed
+        except CorruptObjectError:  # the run can still be shown and removed
             pass
         except ReplicasError as error:
             return run if is_near(url) else Run(cast(Store, UnreachableStore(url, error)), run_id)
@@ -198,7 +199,7 @@ def _find_run(store: Store, run_id: str) -> Run | None:
 
 
 class UnreachableStore:
-    """Takes the place of a store that does not answer. Each of its methods raises the reason."""
+    """Replaces a store that does not answer. Each method raises the reason."""
 
     def __init__(self, url: str, problem: ReplicasError) -> None:
         self.url = url
@@ -209,16 +210,16 @@ class UnreachableStore:
 
 
 def _run_ids(store: Store) -> Iterator[str]:
-    """Yield the ids of the runs in a store, and in a directory also of folders that this user may not read.
+    """Yield the ids of the runs in a store. In a directory, also of folders that this user may not read.
 
-    A bucket that lists its folders also yields folders without a run.
+    A bucket may also have folders that are not runs.
 
     Raises:
         StoreError: it cannot be listed.
     """
     directory = directory_of(store.url)
     if directory is None:
-        if isinstance(store, FolderStore):  # else all is listed that runs have left
+        if isinstance(store, FolderStore):  # a bucket without folders lists all objects of all runs
             yield from filter(RUN_ID.fullmatch, store.folders(""))
             return
         keys = (entry.key.split("/") for entry in store.list(""))
@@ -236,7 +237,7 @@ def _run_ids(store: Store) -> Iterator[str]:
 
 
 def _may_exist(path: Path) -> bool:
-    """Return whether there is a file, or this user may not look."""
+    """Return True if a file exists, or this user has no permission to check."""
     try:
         os.lstat(path)
     except PermissionError:
@@ -247,6 +248,6 @@ def _may_exist(path: Path) -> bool:
 
 
 def _created_at(run: Run) -> float:
-    with contextlib.suppress(ReplicasError):  # left half by a power cut, written by hand, or out of reach
+    with contextlib.suppress(ReplicasError):  # the record is damaged or cannot be reached
         return view_of(run).record.created_at
     return noted_at(run.run_id)

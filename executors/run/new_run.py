@@ -1,4 +1,4 @@
-"""Write a new run for the verb `launch_replicas`, which a caller may use without `launch()`."""
+"""Writes a new run for the method `launch_replicas`, which a caller may use without `launch()`."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ from executors.errors import BackendError
 
 
 def usd_per_hour(backend: Backend, n: int, gpu: str | None) -> float | None:
-    """Return what an hour of `n` replicas costs in US dollars. None: the backend does not say.
+    """Return the price of `n` replicas per hour, in US dollars. None if the backend does not publish prices.
 
     Args:
         backend: the backend of all replicas.
-        n: how many replicas.
+        n: the number of replicas.
         gpu: the GPU of each. None: no GPU.
 
     Example:
@@ -22,16 +22,16 @@ def usd_per_hour(backend: Backend, n: int, gpu: str | None) -> float | None:
 
 
 def affordable_s(backend: Backend, n: int, gpu: str | None, max_cost: float) -> float:
-    """Return the time limit that `max_cost` pays for: for how many seconds `n` replicas may run.
+    """Return the time limit in seconds at which `n` replicas have cost `max_cost`.
 
     Args:
         backend: the backend of all replicas.
-        n: how many replicas.
+        n: the number of replicas.
         gpu: the GPU of each. None: no GPU.
         max_cost: US dollars that all replicas may cost together.
 
     Raises:
-        BackendError: the backend does not say what they cost.
+        BackendError: the backend does not publish prices.
 
     Example:
         affordable_s(backend, 8, "H100", 20.0)

@@ -1,6 +1,8 @@
-"""`resume()`: start new attempts of ranks that have ended, with the same task and store, or from a snapshot.
+"""Starts new attempts of ranks that have ended: `resume()`.
 
-A resumed replica decides by itself where it continues: `diloco` catches up with the log of its run.
+The task and the store stay the same, or a new run begins from a snapshot.
+
+A resumed replica finds out itself where to continue: `diloco` reads the log of its run.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from executors.task.stored import StoredTask
 from executors.view.run_model import load_reader
 from executors.view.run_view import RunView
 
-MAX_NAME = 200  # characters of the name of a process in a record
+MAX_NAME = 200  # of the name of a process in a record, in characters
 
 
 @names_removal(view_of)
@@ -124,7 +126,7 @@ def resume(
     """
     view = view_of(run)
     new_restarts = Restarts.of(restarts)
-    HangLimits.of(hang_timeout, start_timeout)  # refuses a wrong value before anything is read
+    HangLimits.of(hang_timeout, start_timeout)  # raises an error for a wrong value before anything is read
     totals = _totals(total_steps, total_rounds)
     name = reference(view.run_id, view.store.url)
     check_not_removed(view.store, view.run_id, name)
@@ -165,7 +167,7 @@ def resume(
         return _begin_from_snapshot(
             view, task, start_specs[0], [*extensions, *([totals] if totals else [])], on_progress
         )
-    if not placements.needs_shared_rendezvous:  # it would refuse when the log says already that ranks are resumed
+    if not placements.needs_shared_rendezvous:  # on this backend, a rank with a newer attempt would refuse to start
         claim_run_folder(view.run_id, view.store.url, task.digest)
     n_seen = len(log.read())
     startable = {rank for start_spec in start_specs for rank in start_spec.ranks}
@@ -181,7 +183,7 @@ def resume(
     try:
         check_not_removed(view.store, view.run_id, name)
     except RunBeingRemovedError:
-        # That removal may not have seen the order. If it did, it has refused to delete the run.
+        # The removal may not have seen the order in the log. If it has seen the order, it does not delete the run.
         with contextlib.suppress(StoreError):
             take_back_resume(log, next_attempts, "the run is being removed")
         raise
@@ -192,7 +194,7 @@ def resume(
 
     def undo(error: BaseException, begun: Sequence[int]) -> None:
         why = launch_failed_message(error)
-        order_cancel(log, begun, why)  # no controller starts again what ends now
+        order_cancel(log, begun, why)  # so that no controller restarts the attempts that are ended now
         for rank in begun:
             Attempt(view.store, view.run_id, rank, next_attempts[rank]).request_cancel(why)
         take_back_resume(log, next_attempts, str(error) or type(error).__name__)
@@ -213,7 +215,7 @@ def resume(
         if not begun:
             by_others = _who_resumes(view, overtaken)
             raise AlreadyResumedError(f"{by_others} Follow it: `replicas wait {shlex.quote(view.url)}`.")
-        # With `min_replicas` some may be missing that this process itself could not start, or not yet.
+        # With `min_replicas`, some attempts may be missing because this process could not start them, or not yet.
         if by_others := _who_resumes(view, overtaken, but=this_process() if enough else None):
             print(f"replicas: {by_others}", file=sys.stderr)
     found = Run(view.store, view.run_id, executor=placements)
@@ -223,12 +225,14 @@ def resume(
 
 
 def _orders(start_specs: Sequence[StartSpec], next_attempts: Mapping[int, int], *, n_others: int) -> list[StartSpec]:
-    """Return the orders of a resume: ranks start together if their values and the number of their next attempt agree.
+    """Group the ranks to resume into starts.
+
+    Ranks start together if their values and their next attempt numbers are equal.
 
     Args:
         start_specs: the values that start the ranks of the launch, and of each addition.
         next_attempts: the attempts to start, by rank.
-        n_others: how many ranks of the run are not started. They count for `min_replicas`.
+        n_others: the number of ranks that are not started. They count for `min_replicas`.
     """
     orders = []
     for attempt, start_spec in itertools.product(sorted({*next_attempts.values()}), start_specs):
@@ -242,14 +246,16 @@ def _orders(start_specs: Sequence[StartSpec], next_attempts: Mapping[int, int], 
 
 
 def _with_own_lease(start_specs: Sequence[StartSpec], backend: Backend) -> list[StartSpec]:
-    """Return what starts the replicas of a detached resume, with one lease that this process holds meanwhile."""
+    """Return the values to start a detached resume, with one lease that this process holds until the start is
+    complete.
+    """
     leased = with_lease(start_specs[0].spec, backend.lease_s, detach=True)
     lease: Any = {"lease_s": leased.lease_s, "lease_name": leased.lease_name}
     return [start_spec.with_spec(**lease) for start_spec in start_specs]
 
 
 def _totals(total_steps: int | None, total_rounds: int | None) -> dict[str, int]:
-    """Return the new total of a run by the name of its argument; empty if the run is not extended.
+    """Return the new total of a run by the name of its argument. Empty if the run is not extended.
 
     Raises:
         TypeError: a total is not an integer.
@@ -268,7 +274,7 @@ def _totals(total_steps: int | None, total_rounds: int | None) -> dict[str, int]
 
 
 def _check_extension(run: RunView, log: DecisionLog, key: str | None, totals: Mapping[str, int]) -> None:
-    """Check that a run can be extended to a new total, with the knowledge of this machine.
+    """Check, as far as this machine can, that a run can be extended to a new total.
 
     Raises:
         ValueError: the run cannot be extended so.
@@ -279,7 +285,7 @@ def _check_extension(run: RunView, log: DecisionLog, key: str | None, totals: Ma
             raise ValueError(f"Run {run.run_id!r} was extended to {name}={newest} already, got {name}={total}.")
     try:
         check = load_reader("extension")
-    except ReplicasError:  # this machine has no diloco: the replicas check the order themselves
+    except ReplicasError:  # diloco is not installed on this machine, so the replicas check the order
         return
     check(run.store, run.run_id, None if key is None else parse_key(key), totals)
 
@@ -302,10 +308,10 @@ def _begin_from_snapshot(
     extensions: Sequence[Mapping[str, int]],
     on_progress: Callable[[str], None],
 ) -> Run:
-    """Write and start a new run of the task, as `launch` does.
+    """Write and start a new run with the task of an old run, from a snapshot of the old run.
 
     Args:
-        extensions: the totals that the old run was extended to, which the new one takes over.
+        extensions: the extended totals of the old run, which also count for the new run.
     """
     placements = Placements(run.placements.groups[0].placed)
     timeout_s = start_spec.timeout_s
@@ -320,7 +326,7 @@ def _begin_from_snapshot(
     spec = start_spec.spec
 
     def prepare() -> None:
-        # The key is the old run's: the snapshot that the new run begins from is signed with it.
+        # The new run uses the key of the old run, because the snapshot is signed with it.
         remember_launch(spec, *placements.options_to_note())
         for totals in extensions:
             order_policy(DecisionLog(run.store, spec.run_id, key=spec.key), totals=totals)
@@ -343,7 +349,9 @@ def _begin_from_snapshot(
 
 
 def _check_backends(run: RunView, chosen: Collection[int]) -> None:
-    """Ask for all backends that must start replicas: were one missing, what the others started would be ended again.
+    """Check that each backend that must start replicas is installed.
+
+    Otherwise, replicas on other backends would be started and then ended.
 
     Raises:
         BackendError: one is not installed on this machine.
@@ -371,11 +379,12 @@ def _check_backends(run: RunView, chosen: Collection[int]) -> None:
 def _next_attempts(
     run: RunView, ranks: Sequence[int] | None, startable: Collection[int], *, is_extended: bool = False
 ) -> dict[int, int]:
-    """Choose the ranks to resume, and number their next attempts: each follows the one whose end was seen.
+    """Choose the ranks to resume, and return the number of the next attempt of each.
 
-    In an extended run, ranks that have succeeded continue, too, and every rank may still run.
+    In an extended run, ranks that have succeeded are started again, too, and all ranks may still run.
 
-    Were the numbers asked for later, two who resume at the same time would each have one, and start two copies.
+    The number follows the attempt whose end was seen. If numbers were read later, two processes that resume at the same
+    time would get different numbers and start two copies.
     """
     states = {state.rank: state for state in run.status().replicas}
     for state in states.values() if ranks is None else ():
@@ -416,7 +425,7 @@ def _decided(state: ReplicaState) -> Mapping[str, Any]:
 
 
 def _who_resumes(run: RunView, overtaken: Mapping[int, int], but: str | None = None) -> str:
-    """Say by whom attempts were begun that this process was to begin."""
+    """Return a sentence that names the process that has claimed attempts which this process wanted to start."""
     by_whom: dict[tuple[int, str], list[int]] = {}
     for rank, attempt in overtaken.items():
         by = None
@@ -433,7 +442,7 @@ def _being_resumed(run: RunView, ranks: Sequence[int], attempt: int, by: str) ->
 
 
 def _name(by: Any) -> str:
-    """Return the name of a process, as a record has it, for people."""
+    """Return the name of a process in a record as readable text."""
     if not isinstance(by, str) or not 0 < len(by) <= MAX_NAME:
         return "an unnamed process"
     return by if by.isprintable() else repr(by)

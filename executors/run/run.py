@@ -1,4 +1,7 @@
-"""`Run`: what a user holds of a run, in 22 names. The command takes more of a run from `view_of` and `manager_of`."""
+"""The class `Run`, which `launch` and `attach` return.
+
+Other modules of this package get more from `view_of` and `manager_of`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from executors.view.run_view import RunView, all_artifacts
 log = logging.getLogger(__name__)
 
 
-# More than 20 methods: each of the 22 public names is what a user may do with a run, and tests pin them.
+# More than 20 methods: each of the 22 public names is an action or a property for users, and tests pin these names.
 class Run:
     """One run: wait for it, read its state, logs and measurements, cancel it, collect its results.
 
@@ -76,7 +79,7 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        """The id of the run. On this machine, `attach` and the command find the run by it."""
+        """The id of the run. On this machine, `attach` and the CLI find the run by it."""
         return view_of(self).run_id
 
     @property
@@ -86,7 +89,7 @@ class Run:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of the run: those that were launched, and those that were added since."""
+        """The launched ranks of the run, and the ranks that were added since."""
         return view_of(self).ranks
 
     @property
@@ -147,7 +150,7 @@ class Run:
         return self._manager.as_completed()
 
     def results(self) -> list[Any]:
-        """Wait, and return what the entrypoint of each replica returned, in rank order.
+        """Wait for the end of the run, and return the value that each replica's entrypoint returned, in rank order.
 
         If the run has `min_replicas` and that number of replicas gave a result, the result of the others is None. It is
         also None for ranks that were cancelled alone, as with `cancel(rank=2)`, if any other rank gave a result.
@@ -406,8 +409,8 @@ class Run:
     def stop(self, within_s: float = 600.0, wait: Callable[[float], bool] | None = None) -> None:
         """End the run well; returns when its replicas are gone. `replicas resume` continues the run later.
 
-        Each replica ends at the next round that it adopts, or when its entrypoint reads `replica.ending_s`. A replica
-        that has not ended after `within_s` seconds is cancelled.
+        Each replica ends after its next round, or when its entrypoint reads `replica.ending_s`. A replica that has not
+        ended after `within_s` seconds is cancelled.
 
         Args:
             within_s: how long replicas have to finish their round, in seconds. Default: 600.
@@ -481,9 +484,11 @@ class Run:
 
 
 def view_of(run: Run) -> RunView:
-    """Return the view of a run, which reads what `Run` does not show: its record, store, placements and log pieces.
+    """Return the view of a run.
 
-    For the command and other rooms of this package. It is not part of the promise to users.
+    It reads more than `Run` shows: the record, the store, the placements and pieces of logs.
+
+    It is for other modules of this package, and not part of the public interface.
 
     Args:
         run: the run.
@@ -495,9 +500,9 @@ def view_of(run: Run) -> RunView:
 
 
 def manager_of(run: Run) -> RunManager:
-    """Return the manager of a run, which keeps, watches and ends the run for this process.
+    """Return the manager of a run, which watches, restarts and ends the run in this process.
 
-    For the command and other rooms of this package. It is not part of the promise to users.
+    It is for other modules of this package, and not part of the public interface.
 
     Args:
         run: the run.

@@ -1,4 +1,4 @@
-"""`RunManager` acts on a run for this process: it waits, keeps leases and restarts, cancels, stops, adds replicas."""
+"""Does the work of a `Run` in this process: waits, renews leases, restarts, cancels, stops and adds replicas."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from executors.view.notebook import Display, in_notebook
 from executors.view.progress import View, open_view
 from executors.view.run_view import RunView
 
-UPDATE_S = 10.0  # how long `add` waits for the store once its replicas are started
+UPDATE_S = 10.0  # the time that `add` waits for the store after its replicas were started
 
 
 class RunManager:
-    """Acts on one run for this process. `Run` has the part of it that users need.
+    """Waits for one run, and ends, restarts or extends it from this process. `Run` is its public part.
 
     Args:
-        view: reads the run.
+        view: the view that reads the run.
         is_launcher: True if this process launched the run.
 
     Example:
@@ -105,13 +105,13 @@ class RunManager:
             )
 
     def end_refused(self, error: BaseException) -> str:
-        """End the jobs of an attached run at their services, after its store has refused this process for good.
+        """End the jobs of an attached run at their services, after the store has refused access permanently.
 
-        Such a store refuses the replicas as well, because they have the same credentials. They can neither exchange
-        their work nor leave a result, so their cost is lost.
+        The store also refuses the replicas, because they have the same credentials. They cannot exchange their work or
+        write a result, so they would cost money for nothing.
 
         Args:
-            error: why the run cannot be watched any more.
+            error: the reason why this process can no longer watch the run.
 
         Returns: what was ended, and what may still run. Empty if nothing had to be done.
 
@@ -123,7 +123,7 @@ class RunManager:
         view = self.view
         if not view.placements.ends_jobs:
             return ""
-        # First: a lease that is renewed tells the containers to continue.
+        # This comes first, because a renewed lease tells the containers to continue.
         for lease in self._leases:
             lease.end()
         ended = view.placements.end_jobs(JobsOfRun(view.run_id, view.store.url, view.record.created_at), self._warn)
@@ -133,7 +133,7 @@ class RunManager:
         return f"Its {jobs} were ended at the service, because replicas cannot use a store that refuses them."
 
     def finish_cancel(self) -> None:
-        """End the replicas that `canceller.request` has marked. Unlike `cancel`, it adds no second order to the log."""
+        """End the replicas that `canceller.request` has marked. Unlike `cancel`, it adds no order to the log."""
         self.canceller.end(BY_USER)
         self._note_end()
 
@@ -153,7 +153,7 @@ class RunManager:
         self._note_end()
         try:
             self.n_withdrawn = self.canceller.n_withdrawn + withdraw_jobs(self.view)
-        except BackendError as error:  # the replicas have been cancelled: that must not look as if it had failed
+        except BackendError as error:  # the replicas were cancelled, so this must not look like a failed cancel
             self._warn(
                 f"{self.view.run_id} was cancelled. Whether a queue still holds jobs of it could not be found out: "
                 f"{error}"
@@ -191,9 +191,9 @@ class RunManager:
         try:
             if not added.start_spec.spec.settings.detach:
                 self.keep_here([added.start_spec], added.lease)
-            with contextlib.suppress(StoreError):  # the last list of this process does not have the new ranks
+            with contextlib.suppress(StoreError):  # the last list that this process read does not have the new ranks
                 within(UPDATE_S, self.view.reader.update, self.view.store.url)
-        except KeyboardInterrupt:  # the caller never learns these ranks, and could not end them
+        except KeyboardInterrupt:  # the caller would not learn these ranks, and could not end them
             self.cancel(ranks)
             raise
         return ranks
@@ -206,7 +206,7 @@ class RunManager:
         *,
         log: DecisionLog | None = None,
     ) -> ExternalController:
-        """Let this process restart replicas whose supervisors are gone, whenever it looks at the run while it waits.
+        """Let this process restart replicas whose supervisors have ended. It does so while it waits for the run.
 
         A second call adds ranks to the first one.
 
@@ -239,13 +239,13 @@ class RunManager:
 
     @property
     def patience(self) -> OutageTolerance:
-        """How long this process waits for the store of the run. A process that keeps a run waits longest."""
-        if self._leases:  # it keeps jobs that are paid for
+        """The longest wait of this process for the run's store. A process that renews leases waits longest."""
+        if self._leases:  # it is responsible for paid jobs
             return PAID_CONTROLLER
         return CONTROLLER if self._controller is not None or self._is_launcher else FOLLOWER
 
     def keep(self, states: Sequence[ReplicaState]) -> bool:
-        """Decide what follows the ends among these states, if this process keeps the run.
+        """Decide on restarts for the ends among these states, if this process is responsible for restarts.
 
         Args:
             states: the states of all replicas, as the last look found them.
@@ -260,7 +260,7 @@ class RunManager:
 
     @cached_property
     def canceller(self) -> Canceller:
-        """Ends replicas of the run, and knows how the last cancel went."""
+        """Ends replicas of the run, and remembers the result of the last cancel."""
         return Canceller(self.view.reader, lambda: self.view.record.created_at, self._warn)
 
     @cached_property
@@ -275,7 +275,9 @@ class RunManager:
         return open_view(self.view.run_id) if self.shows_progress else None
 
     def _note_end(self) -> None:
-        """Note that the run has ended: it needs no warning at the exit and no lease, and its cells show the end."""
+        """Release everything that is only needed during the run: the warning at the exit, the leases and the
+        notebook cells.
+        """
         if self.at_exit is not None:
             atexit.unregister(self.at_exit)
         for lease in self._leases:

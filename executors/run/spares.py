@@ -1,4 +1,4 @@
-"""Spares: jobs beyond the ranks of a run, each of which takes over a rank that loses its container."""
+"""Starts spares: additional jobs of a run. A spare takes over a rank that loses its container."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable
 from executors.errors import ReplicasError
 from executors.settings.run_spec import StartSpec
 
-GATHER_S = 30.0  # how long the start waits for spares before it gives up those that have not come
+GATHER_S = 30.0  # the time that the start waits for spares that have not come
 
 
 def start_spares(ranks: StartSpec, start: Callable[[StartSpec], object]) -> None:
     """Start the spares of a run whose ranks were started, in the background.
 
-    A detached launch waits for them, because its process ends next. A spare that does not start is a warning on stderr:
-    the run can do without.
+    A detached launch waits for them, because its process ends next. If a spare does not start, a warning is printed,
+    because the run also works without it.
 
     Args:
         ranks: the values that started the ranks.
@@ -48,5 +48,5 @@ def spares_of(ranks: StartSpec) -> StartSpec:
         spares_of(start).ranks  # (0, 1) for a launch with spares=2
     """
     spares = ranks.with_spec(ranks=tuple(range(ranks.spec.settings.spares)), is_of_spares=True)
-    # `detach` makes the start give up a spare that comes late, instead of waiting for it in the background.
+    # With `detach`, a late spare is given up. Otherwise the start would wait for it in the background.
     return spares.with_settings(spares=0, min_replicas=1, gather_s=GATHER_S, detach=True)

@@ -1,4 +1,4 @@
-"""`start_attempts()`: the only flow that starts replicas. Launch, resume, addition and restart call it.
+"""Starts attempts of ranks: `start_attempts()`. Launch, resume, addition and restart all use this one flow.
 
     prepare        the caller notes what a later resume needs, or orders in the log that these ranks start
     hold lease     containers end on their own if this process dies from here on
@@ -7,9 +7,9 @@
     spares         beside the ranks
     finish         the containers of a detached start are released: they need this process no more
 
-If a step fails, or Ctrl-C interrupts it, everything is undone in reverse. The lease is not renewed any more, and the
-services end the jobs. The store gets the caller's entries, after which nothing of the start continues. The replicas
-that were started are cancelled. All differences between the callers are in a `StartPlan`.
+If a step fails, or Ctrl-C interrupts it, the steps are undone in reverse order. The lease is no longer renewed, and the
+services end the jobs. The caller writes entries to the store that prevent later starts. The started replicas are
+cancelled. All differences between the callers are in a `StartPlan`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from executors.settings.run_spec import StartSpec
 from executors.store import Store
 from executors.store.parallel import answered_within, in_parallel, in_threads, within
 
-HEAD_START_S = 5.0  # the store gets this time to take the orders before replicas that were started are cancelled
-STORE_S = 20.0  # how long the store is waited for once the services were asked
+HEAD_START_S = 5.0  # the store gets this time to take the orders, before started replicas are cancelled
+STORE_S = 20.0  # the longest wait for the store after the services were asked
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartPlan:
-    """Everything in which a launch, a resume, an addition and a restart differ.
+    """The inputs in which a launch, a resume, an addition and a restart differ.
 
     Example:
         StartPlan(store=run.store, backend=run.placements, orders=[start])
@@ -61,7 +61,7 @@ class StartPlan:
 
 @dataclass(frozen=True)
 class Started:
-    """The replicas that a start has begun, and the lease that it holds.
+    """The replicas that a start has started, and the lease that the starting process renews.
 
     Example:
         start_attempts(plan).handles[0]
@@ -75,10 +75,10 @@ class Started:
 
 
 def start_attempts(plan: StartPlan, on_progress: Callable[[str], None] = no_progress) -> Started:
-    """Start attempts of some ranks of a run: all of them, or as many as the launch needs, or none.
+    """Start attempts of some ranks. If too few can be started, end all of them.
 
     Args:
-        plan: which ranks, where, and what to write before and after a failure.
+        plan: the ranks, their backends, and the caller's records before the start and after a failure.
         on_progress: called with a few words on the progress of the start. Default: nothing is reported.
 
     Raises:
@@ -99,7 +99,7 @@ def start_attempts(plan: StartPlan, on_progress: Callable[[str], None] = no_prog
         for order in plan.orders:
             was_asked = True
             found: Sequence[Any] = backend.start_ranks(order, on_progress)
-            # Handles of a five-verb executor may be objects of any type, in the order of the ranks.
+            # An executor outside this project may return handles of any type. They are in the order of the ranks.
             handles |= {each.rank: each for each in found} if backend.knows_attempts else dict(enumerate(found))
             _keep_handles(plan.store, order, found)
             if order.spec.settings.spares:
@@ -115,33 +115,34 @@ def start_attempts(plan: StartPlan, on_progress: Callable[[str], None] = no_prog
 
 
 def _keep_handles(store: Store, order: StartSpec, handles: Sequence[Any]) -> None:
-    """Leave a copy of the handles in one object, which saves requests. Without it, readers read each handle."""
-    if max(order.ranks) >= order.spec.world_size:  # of added ranks, not every reader knows the backend
+    """Write all handles into one object, which saves requests. Without it, readers read each handle alone."""
+    if max(order.ranks) >= order.spec.world_size:  # not for added ranks: some readers do not know their backend
         return
     with contextlib.suppress(StoreError):
         within(STORE_S, lambda: keep_handles(store, order.spec.run_id, order.spec.attempt, handles), store.url)
 
 
 def _undo(plan: StartPlan, handles: Mapping[int, Any] | None, error: BaseException) -> None:
-    """End the replicas that a failed start has started, and prevent that the others start later.
+    """End the replicas that a failed start has started, and prevent later starts of the others.
 
     Args:
         plan: the start.
-        handles: the replicas that were started. None: no backend was asked.
+        handles: the handles of the started replicas. None: no backend was asked.
         error: the reason of the failure.
     """
     assert plan.undo is not None
     undo, url = plan.undo, plan.store.url
-    if handles is not None:  # the services first: a store that does not answer must not keep jobs that are paid for
+    if handles is not None:  # the services come first: a store that does not answer must not keep paid jobs running
         _end_at_services(plan, error)
     (recorded,) = in_threads(lambda _: undo(error, sorted(handles or ())), [None], 1)
     if handles:
-        # With a head start of the store, no controller elsewhere starts again what ends now.
+        # The store has some seconds for the caller's orders, so that no controller restarts the ended replicas.
         with contextlib.suppress(ReplicasError):
             answered_within(HEAD_START_S, recorded, url)
 
         def end(handle: Any) -> None:
-            with contextlib.suppress(Exception):  # a user's executor may raise anything, and the first error counts
+            # An executor of the user may raise any error, but the caller needs the first error.
+            with contextlib.suppress(Exception):
                 plan.backend.cancel(handle)
 
         in_parallel(end, list(handles.values()))
@@ -150,8 +151,9 @@ def _undo(plan: StartPlan, handles: Mapping[int, Any] | None, error: BaseExcepti
 
 
 def _end_at_services(plan: StartPlan, error: BaseException) -> None:
-    """End the jobs of a start at their services; no store is asked."""
-    if not plan.backend.ends_jobs or isinstance(error, LaunchError):  # which a backend raises once it has ended its own
+    """End the jobs of a start at their services. The store is not asked."""
+    # A backend raises LaunchError after it has ended its own replicas.
+    if not plan.backend.ends_jobs or isinstance(error, LaunchError):
         return
     spec = plan.orders[0].spec
     ranks = tuple(sorted({rank for order in plan.orders for rank in order.ranks}))

@@ -1,4 +1,6 @@
-"""Collect and check the values that start attempts of an existing run: its trusted task, and values never recorded."""
+"""Collects the values to start attempts of an existing run: its trusted task, and values that are not recorded, such
+as secrets.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,17 @@ from executors.task.record import LaunchedWith, Placement
 from executors.task.stored import StoredTask, read_task, task_folder_of
 from executors.view.run_view import RunView
 
-MAX_SHOWN = 100  # characters of an untrusted value that a message shows
+MAX_SHOWN = 100  # of an untrusted value in a message, in characters
 
 
 def resumable_placements(run: RunView) -> Placements:
-    """Return the placements of a run, all of whose backends start later attempts of a rank.
+    """Return the placements of a run if all its backends can start later attempts of a rank.
 
     Args:
-        run: the run. Its additions are read: with these, the launch's own backend need not be installed here.
+        run: the run. Its additions are read, too, so the backend of the launch need not be installed here.
 
     Raises:
-        BackendError: a backend starts all ranks or none; or the only one is not installed on this machine.
+        BackendError: a backend can only start all ranks together, or the only backend is not installed on this machine.
 
     Example:
         resumable_placements(run).start_ranks(start_spec)
@@ -60,7 +62,9 @@ def start_specs_of(
     detach: bool = False,
     verb: str = "resume",
 ) -> list[StartSpec]:
-    """Return the values that start attempts of a run, after checking that no value is missing that is never recorded.
+    """Return the values to start attempts of a run.
+
+    Values that are not recorded are taken from the user, and checked.
 
     Args:
         run: the run.
@@ -123,7 +127,7 @@ def start_specs_of(
 
 
 def spec_of(run: RunView, task: StoredTask, *, detach: bool) -> RunSpec:
-    """Return the values that all attempts of a run have in common.
+    """Return the part of the start values that is the same for all attempts of a run.
 
     Args:
         run: the run.
@@ -149,7 +153,7 @@ def spec_of(run: RunView, task: StoredTask, *, detach: bool) -> RunSpec:
 
 
 def with_own_task(spec: RunSpec, place: Placement) -> RunSpec:
-    """Return the spec with the task of an addition, if that has code of its own.
+    """Return the spec with the task of an addition, if the addition has code of its own.
 
     Args:
         spec: the spec.
@@ -190,16 +194,16 @@ def check_pickle_of(task: StoredTask, backend: Backend) -> None:
 
 
 def check_requirements(run: RunView, backend: Backend, task: StoredTask, own_task: str | None = None) -> None:
-    """Check that a backend installs no requirements but those that the task names: replicas get no others.
+    """Check that a backend installs only requirements that the task names. Replicas cannot get other ones.
 
     Args:
         run: the run.
         backend: the backend.
         task: the task of the launch.
-        own_task: the digest of the task of these replicas, if they have one of their own.
+        own_task: the digest of these replicas' own task. None: they use the task of the launch.
 
     Raises:
-        ValueError: the user gave the backend other requirements.
+        ValueError: the user gave other requirements to the backend.
 
     Example:
         check_requirements(run, backend, task)
@@ -216,7 +220,7 @@ def check_requirements(run: RunView, backend: Backend, task: StoredTask, own_tas
 
 
 def check_folder(run: RunView, task: StoredTask, verb: str) -> None:
-    """Check that this process's folder has the code of the run, for replicas that get their code from there.
+    """Check that the folder of this process has the code of the run. Replicas that get no package use it.
 
     If the folder of the launch no longer has the code, a note on stderr names the folder whose code is used.
 
@@ -226,7 +230,7 @@ def check_folder(run: RunView, task: StoredTask, verb: str) -> None:
         verb: the command that starts the replicas, up to the run, for the error.
 
     Raises:
-        ValueError: in this folder, the entrypoint names other code, or none.
+        ValueError: in this folder, the entrypoint is missing, or is another file or module.
 
     Example:
         check_folder(run, task, "resume")
@@ -255,10 +259,10 @@ def check_folder(run: RunView, task: StoredTask, verb: str) -> None:
 
 
 def _code_in(folder: str, needed: Path | str) -> frozenset[str]:
-    """Return the places of a file or module for a process in a folder that has the `sys.path` of this process.
+    """Return the files that a process in another folder would import as this module or file.
 
-    Entries of that path inside the current folder are searched in the other folder instead. Installed packages are
-    excepted, as in a `.venv`. The result is empty if there is no such file or module.
+    Entries of `sys.path` below the current folder are searched at the same place in the other folder. Installed
+    packages, as in a `.venv`, are not. The result is empty if nothing is found.
     """
     folder, here = os.path.realpath(folder), os.path.realpath(os.getcwd())
     if isinstance(needed, Path):
@@ -277,19 +281,19 @@ def _code_in(folder: str, needed: Path | str) -> frozenset[str]:
 
 
 def _found_otherwise(module: str) -> ModuleSpec | None:
-    """Return a module that a special finder serves, as for an editable install. It is the same in each folder."""
+    """Return a module that a special import hook finds, such as an editable install. It is the same in each folder."""
     usual = (PathFinder, BuiltinImporter, FrozenImporter)
     others = [finder for finder in sys.meta_path if finder not in usual and hasattr(finder, "find_spec")]
     return next((spec for finder in others if (spec := finder.find_spec(module, None)) is not None), None)
 
 
 def _is_for(place: Placement, places: Sequence[Placement], kind: str, name: str) -> bool:
-    """Return True if a variable or secret that the user gives belongs to a placement, or to none of them."""
+    """Return True if a variable or secret of the user belongs to this placement, or to no placement."""
     return name in getattr(place, kind) or all(name not in getattr(each, kind) for each in places)
 
 
 def secrets_to_give(run: RunView, place: Placement, secrets: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the secrets that replicas get.
+    """Return the names of the secrets that the replicas get.
 
     The machine that launched this task, or added these ranks, has noted the names. On another machine, the user must
     name them. They are never taken from a record, because other users may be able to write it.
@@ -344,9 +348,9 @@ def _is_asked_for(placed: PlacedBackend, ranks: Sequence[int] | None) -> bool:
 
 
 def _missing_options(run: RunView, placed: PlacedBackend) -> list[str]:
-    """Return the names of options that are missing: no record may give them, and the user did not.
+    """Return the names of missing options: a record may not contain them, and the user did not give them.
 
-    If the backend is not installed on this machine, no option is missing: the start itself is refused.
+    If the backend is not installed on this machine, the result is empty, because the start itself fails.
     """
     if missing := sorted({*placed.placement.unrecorded_options} - {*run.placements.known_options(placed.placement)}):
         with contextlib.suppress(BackendError):
@@ -385,17 +389,17 @@ def _key_of(run: RunView, launched: LaunchedWith) -> str | None:
 
 
 def trusted_task(run: RunView, *, task_digest: str | None = None, trust_bucket: bool = False) -> StoredTask:
-    """Read the task of a run, and check that the user can trust it. Nothing is written or started.
+    """Read the task of a run, and check that the user trusts it. Nothing is written or started.
 
     Args:
         run: the run.
         task_digest: the sha256 of the task, as the user gives it. Default: the digest that this machine noted at the
             launch.
-        trust_bucket: True trusts the task that the store holds, and prints on stderr what that is. Default: False.
+        trust_bucket: True trusts the task in the store, and prints on stderr which code it runs. Default: False.
 
     Raises:
         ValueError: `task_digest` is not a sha256, or both are given.
-        UntrustedTaskError: this machine did not launch the run, and the user gives neither.
+        UntrustedTaskError: this machine did not launch the run, and the user gives neither a digest nor trust.
         StoreError: the run's task, or its record, differs from the launch.
 
     Example:
@@ -438,7 +442,7 @@ def trusted_task(run: RunView, *, task_digest: str | None = None, trust_bucket: 
 
 
 def _flat(launched: LaunchedWith) -> dict[str, Any]:
-    """Return the fields of a launch in a record, with each setting by its own name."""
+    """Return the fields of a launch in a record, with one field per setting."""
     return {**vars(launched), **vars(launched.settings), "settings": None}
 
 
@@ -459,6 +463,6 @@ def _what_would_run(run: RunView) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a foreign value on one line, without control characters."""
+    """Return an untrusted value as one line without control characters."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

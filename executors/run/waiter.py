@@ -17,16 +17,17 @@ from executors.status import FAILED_EARLY, ReplicaState, RunStatus, describe_ear
 from executors.view.progress import View
 from executors.view.run_state_reader import RunStateReader
 
-OTHERS_FAIL_S = 2.0  # an error of the script fails all replicas within this time, and then no replica continues
-UNSEEN_S = 60.0  # without a look: longer than any pause between two looks of one wait
+OTHERS_FAIL_S = 2.0  # if the script has an error, all replicas fail within this time, and the run ends anyway
+# Without a look for this long, an earlier failure is forgotten; it is longer than any pause between two looks.
+UNSEEN_S = 60.0
 
 
 class ReadTolerance:
-    """Tolerates that looks at a run fail, as long as the patience of this process lasts.
+    """Lets a wait continue when a look at the run fails, until the outage tolerance of this process is used up.
 
     Args:
-        patience: returns how long that is: a process may begin to keep the run that it follows.
-        waits: says once a minute that the store, or the backend, is waited for. None: the waits of this process.
+        patience: returns the current tolerance. It changes if the process begins to renew leases.
+        waits: reports once a minute that this process waits for the store or backend. None: the waits of this process.
 
     Example:
         tolerance = ReadTolerance(lambda: FOLLOWER)
@@ -41,18 +42,20 @@ class ReadTolerance:
         self._failed_at = self._looked_at = -math.inf
 
     def tolerant(self, look: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a look that is False where it fails: a process that left a wait for that would end an attached run.
+        """Wrap a look so that a tolerated failure returns False.
+
+        If the wait ended with an error, an attached run would end.
 
         Args:
-            look: looks at the run; True if the wait has ended.
+            look: looks at the run, and returns True if the wait has ended.
 
         Raises:
-            StoreError, BackendError: it failed for longer than the patience; or the first time, where waiting does
-                not help.
+            StoreError, BackendError: the look failed for longer than the tolerance, or failed in a way that waiting
+                cannot mend.
         """
 
         def tolerates() -> bool:
-            # An earlier failure does not show that the store was away since.
+            # After a long pause, an earlier failure does not mean that the store failed all the time.
             if self._clock() - self._looked_at > UNSEEN_S:
                 for outage in self._outages.values():
                     outage.drop()
@@ -64,7 +67,8 @@ class ReadTolerance:
             self._has_seen = True
             self._looked_at = self._clock()
             self._outages["rendezvous"].end()
-            if self._looked_at - self._failed_at > UNSEEN_S:  # most looks ask the store alone
+            # Most looks ask only the store, so one success does not show that the backend answers.
+            if self._looked_at - self._failed_at > UNSEEN_S:
                 self._outages["backend"].end()
             else:
                 self._outages["backend"].quiet()
@@ -73,14 +77,14 @@ class ReadTolerance:
         return tolerates
 
     def rest(self) -> None:
-        """Note that a wait has ended: nothing is said of the store, or the backend, until the next one."""
+        """Note that a wait has ended. Outages are reported again from the next wait on."""
         for outage in self._outages.values():
             outage.quiet()
 
     def _bear(self, error: StoreError | BackendError) -> None:
         what = "rendezvous" if isinstance(error, StoreError) else "backend"
         if not self._has_seen and (what == "backend" or isinstance(error, CorruptObjectError)):
-            raise error  # a missing SDK or account, or unreadable records: waiting does not help
+            raise error  # a missing SDK, a missing account or damaged records: waiting does not help
         self._outages[what].patience = self._patience()
         if not self._outages[what].tolerates(error):
             raise error
@@ -93,8 +97,8 @@ class Waiter:
     Args:
         reader: reads the state of the run.
         cancel: ends all replicas that still run.
-        keep: called with the replicas after each look. It restarts replicas, and returns True if another look is due.
-        patience: returns how long to wait for a store or a backend that fails.
+        keep: called with the states after each look. It restarts replicas, and returns True if another look is due.
+        patience: returns the current tolerance for a store or a backend that fails.
     """
 
     def __init__(
@@ -112,12 +116,12 @@ class Waiter:
         self._tolerance = ReadTolerance(patience)
 
     def wait(self, n: int | None, timeout_s: float | None, view: View | None) -> bool:
-        """Wait until replicas have ended; return False if the time was over first.
+        """Wait until replicas have ended. Return False if the timeout ended the wait.
 
         Args:
-            n: how many replicas. None: all.
+            n: the number of replicas that must have ended. None: all.
             timeout_s: the longest wait, in seconds. None: no limit.
-            view: shows the run meanwhile. None: nothing is shown.
+            view: shows the run during the wait. None: nothing is shown.
         """
 
         def is_over() -> bool:
@@ -131,9 +135,10 @@ class Waiter:
                 self._tolerance.rest()
 
     def as_completed(self, view: View | None) -> Iterator[Outcome]:
-        """Yield how each replica ended when it has, until all have; once more where one was resumed meanwhile."""
+        """Yield the outcome of each replica when it has ended. A resumed replica is yielded once more."""
         reader, told = self._reader, set[tuple[int, int]]()
-        pauses = reader.pauses()  # one sequence for the whole wait: frequent looks after each end would cost requests
+        # One sequence for the whole wait, because short pauses after each end would cost requests.
+        pauses = reader.pauses()
         new: list[Outcome] = []
         is_over = False
 
@@ -156,9 +161,12 @@ class Waiter:
             yield from sorted(new, key=lambda outcome: outcome.finished_at)
 
     def end_early(self, now: RunStatus, option: str) -> str | None:
-        """End the run at a failure before the first round, if the launch asked for that; return a sentence, once.
+        """End the run after a failure before the first round, if the launch has `fail_fast`.
 
-        Supervisors and workers do so as well. Replicas of a third party's executor, and killed replicas, cannot.
+        Return a sentence the first time.
+
+        Supervisors and workers have the same check. But replicas of an executor outside this project, and killed
+        replicas, cannot make it.
         """
         if not now.failed_early or not self._watches_for_failures:
             return None
@@ -180,19 +188,20 @@ class Waiter:
             self._reader.map(lambda rank: self._reader.attempt(rank).request_cancel(why), alive)
             self._cancel()
         except RunNotFoundError:
-            pass  # only the process that launched it has its handles
+            pass  # only the process that launched the run has these handles
         except UnwritableStoreError as error:
             told = f"{first}; this process cannot end the run: {error}"
         except (BackendError, CorruptObjectError) as error:
             told = f"{first}, which ends the run as soon as each replica sees it: {error}"
-        self._watches_for_failures = False  # not where the store failed for a moment: the next look ends the run
+        # Set only after a successful look: after an error of the store, the next look ends the run.
+        self._watches_for_failures = False
         return told
 
     def _ended(self, view: View | None) -> list[ReplicaState]:
-        """Look at the run once, show it, and return the replicas that have ended."""
+        """Look at the run once, show it, and return the ended replicas."""
         reader = self._reader
         states = reader.look()
-        while self._keep(states):  # the look after may find other ends
+        while self._keep(states):  # after new decisions, another look may find more ends
             states = reader.look()
         has_failed = self._watches_for_failures and any(state.status is ReplicaStatus.FAILED for state in states)
         if view is not None or has_failed:
@@ -211,7 +220,7 @@ class Waiter:
 
 @contextlib.contextmanager
 def showing(view: View | None) -> Iterator[None]:
-    """Leave the screen to others behind the block."""
+    """Close the view after the block, so that other output can use the screen."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Ending a run whose store does not answer, or has lost it: by this machine's notes, or by the labels of its jobs."""
+"""Ends the jobs of a run whose store does not answer or has lost the run. Jobs are found by notes or by labels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from executors.store.url import check_run_id, split_address
 
 
 def where_is(run: str, rendezvous: str | Path | None = None) -> str:
-    """Return the url of the store that a run is in, as far as this machine knows; else the name that was given.
+    """Return the url of a run's store, as far as this machine knows. Otherwise return the name that was given.
 
     Args:
         run: the id of a run, or its address.
@@ -38,18 +38,18 @@ def end_without_store(
     problem: StoreError | RunNotFoundError,
     on_progress: Callable[[str], None],
 ) -> str:
-    """End the jobs of a run at its services; return a sentence on what was ended.
+    """End the jobs of a run at its services. Return a sentence about the ended jobs.
 
-    The machine that launched has noted the jobs and the backends. On another machine the user names the backend, which
+    The launching machine has noted the jobs and the backends. On another machine the user names the backend, which
     finds the jobs by the label `replicas-run`.
 
     Args:
         run: the id of the run, or its address.
         rendezvous: the url of its store, if `run` is an id.
-        executor: the executor that the user names. None: the one that this machine noted.
-        ranks: only these. None: all.
-        problem: why the store does not tell.
-        on_progress: gets a sentence if a service takes longer than a minute.
+        executor: the executor that the user names. None: the backend in this machine's notes.
+        ranks: the ranks. None: all ranks.
+        problem: the error of the store.
+        on_progress: called with a sentence if a service takes longer than a minute.
 
     Raises:
         StoreError, RunNotFoundError: this machine knows no job of the run, and the user names no backend. A
@@ -87,10 +87,10 @@ def end_without_store(
 
 
 def backends_of(noted: Sequence[NotedJob]) -> list[Backend]:
-    """Return the backends that started jobs, as this machine noted them. No other user could write these notes.
+    """Return the backends in this machine's notes of jobs. Other users cannot write these notes.
 
     Args:
-        noted: the jobs.
+        noted: the noted jobs.
 
     Raises:
         BackendError: a backend is not installed on this machine.
@@ -108,7 +108,7 @@ def backends_of(noted: Sequence[NotedJob]) -> list[Backend]:
 
 
 def _unknown(run_id: str, problem: ReplicasError, executor: ServerlessExecutor | None) -> ReplicasError:
-    """Return the error for a run of which nothing here knows a job."""
+    """Return the error for a run for which this machine knows no job."""
     if executor is not None:
         how = f"Backend {executor.backend_name!r} has no jobs that it could end without the store."
     else:
