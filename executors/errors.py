@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose.
+"""Every error that this package raises on purpose.
 
     ReplicasError
     ├── BackendError                 the backend cannot be used
@@ -13,7 +13,7 @@
     ├── RunExistsError / RunNotFoundError / UnknownHandleError
     │   └── RunBeingRemovedError     `replicas rm` has begun to delete the run; a subclass of RunNotFoundError
     ├── AlreadyResumedError          another process is resuming these ranks; nothing was started
-    ├── UntrustedTaskError           nobody vouches for the task of a run that is to be resumed
+    ├── UntrustedTaskError           the task of a run to resume is not trusted
     ├── ReplicaError                 a launched replica gave no result; .rank .attempt .outcome
     │   ├── ReplicaFailedError       its function raised; the message is the remote traceback
     │   ├── ReplicaLostError         vanished: killed, evicted, preempted
@@ -49,7 +49,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ` Did you mean 'z'?` for the nearest known name; nothing when none is near."""
+    """Return ` Did you mean 'z'?` with the most similar known name, or an empty text if no name is similar."""
     import difflib  # here, because few commands need it
 
     near = difflib.get_close_matches(name, list(known), n=1)
@@ -78,19 +78,19 @@ class ReplicasError(Exception):
     """True if a process has tried again for as long as its patience lasts, so that its call was not a mistake."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let it be pickled, as a pool of processes does with what its task raised."""
+        """Make the error picklable, because a pool of processes pickles the errors of its tasks."""
         return _without_fields, (type(self), self.args), vars(self)
 
 
 def _without_fields(kind: type[Exception], args: tuple[Any, ...]) -> Exception:
-    """Return an error that has its message alone: its `__init__` may ask for more, and what it sets comes after."""
+    """Return a copy of the error with its message only. Its `__init__` may need more arguments, which are set later."""
     error = kind.__new__(kind)
     Exception.__init__(error, *args)
     return error
 
 
 class HangError(BaseException):
-    """Raised in the entrypoint of a replica that made no progress within its limit, so that its `finally` runs."""
+    """Raised in the entrypoint of a replica that made no progress within its limit, so that `finally` blocks run."""
 
     outcome_reason: ClassVar[str] = "hang"
 
@@ -129,7 +129,7 @@ def packages_of(extra: str) -> list[str]:
     Args:
         extra: the name of the extra in `pyproject.toml`, such as `diloco`.
 
-    Returns: the requirements. Nothing: the project is not installed here, as where its code was copied.
+    Returns: the requirements. Empty if the project is not installed as a package, as in a copied folder.
 
     Example:
         packages_of("s3")  # ["boto3>=1.36"]
@@ -163,7 +163,7 @@ class LaunchError(BackendError):
 
 
 class MaxCostSpentError(LaunchError):
-    """Ranks have run for as long as the run's `max_cost` lets them; nothing was started."""
+    """The ranks have already run for the time that the run's `max_cost` pays for. Nothing was started."""
 
     def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
         super().__init__(message, rank=ranks[0])
@@ -239,7 +239,7 @@ class ReplicaTimeoutError(ReplicaError, TimeoutError):
 
 
 class StoreError(ReplicasError):
-    """A store could not do what was asked."""
+    """A request to a store failed."""
 
     refusal: Literal["", "permission", "credentials"] = ""
     """Why waiting alone does not help. "permission": a user must change something at the store, as with a bucket that
@@ -255,7 +255,7 @@ class StoreError(ReplicasError):
 
 
 class UnwritableStoreError(StoreError):
-    """Nothing can be written there: the caller may only read, no space is left, or the credentials are dead."""
+    """The store cannot be written: access is read-only, no space is left, or the credentials have expired."""
 
     outcome: Outcome | None = None
     """The outcome that could not be recorded, if it was the end of an attempt."""
@@ -266,18 +266,18 @@ class KeyNotFoundError(StoreError, FileNotFoundError):
 
 
 class CorruptObjectError(StoreError):
-    """An object is there and is not what was written."""
+    """An object exists, but its content is damaged or has a wrong form."""
 
 
 class UnsafeStoreError(StoreError):
-    """`put_if_absent` is not atomic in this store, so nothing may be decided there."""
+    """`put_if_absent` is not atomic in this store, so processes cannot use it to agree on anything."""
 
 
 class ReplicasWarning(UserWarning):
-    """A warning that is an event of its run when a replica raises it.
+    """A warning of this category in a replica becomes an event of its run.
 
-    Every warning that code of `executors` or `diloco` raises in a replica is an event. This category marks a warning
-    of any other code as one, too:
+    All warnings of `executors` and `diloco` in a replica become events. Use this category for a warning of your own
+    code:
 
         warnings.warn("The data set has 3 unreadable files.", ReplicasWarning)
     """

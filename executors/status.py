@@ -1,4 +1,4 @@
-"""A run at one moment, as shown by `replicas status`, the live table and a notebook; in words and as JSON."""
+"""The state of a run at one moment: `RunStatus`. It is shown as text, table, HTML or JSON."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from executors.store.standstill import standstill_lines
 
 INSTALLING = "installing"
 """The state of a replica whose container installs packages."""
-WAITS_FOR_CONTROLLER = "waits for a controller"  # how the note of a rank begins that needs `replicas watch`
+WAITS_FOR_CONTROLLER = "waits for a controller"  # the note of a rank begins so if it needs `replicas watch`
 FAILED_EARLY = "failed before the first round"
-MAX_WHY = 2000  # characters of a reason that is passed on
+MAX_WHY = 2000  # of a reason, in characters
 STEPS_PER_S, TOTAL_STEPS = "steps_per_s", "total_steps"
 COLUMNS = (
     "rank",
@@ -35,21 +35,21 @@ COLUMNS = (
     "round_s",
     "note",
 )
-SAME_DATA_AS = "same_data_as"  # reported by DiLoCo: a rank that sends the same work, as in the note
+SAME_DATA_AS = "same_data_as"  # a number that DiLoCo reports: the rank of a replica that trains on the same data
 NO_COLUMNS = (TOTAL_STEPS, SAME_DATA_AS)
-N_MORE = 3  # columns for other numbers, if the user names none
-MAX_STEPS, MAX_LEFT_S = 1e15, 1e9  # reports may be any numbers
+N_MORE = 3  # columns for other reported numbers, if the user names none
+MAX_STEPS, MAX_LEFT_S = 1e15, 1e9  # larger reported values are ignored, because a script may report any number
 MAX_COLUMNS = 50  # in a notebook
 SAME_MODEL = 2e-3
 """Changed models whose numbers differ by less are one model: processors round a little differently."""
-MAX_WARNING = 200  # characters of a warning in a line
-MAX_DECIDED, MAX_LINE = 8, 1000  # lines of decisions that are shown at once, and characters of each
+MAX_WARNING = 200  # of a warning on one line, in characters
+MAX_DECIDED, MAX_LINE = 8, 1000  # number of decisions that are shown together, and characters of each
 HEADINGS = {"round_s": "in rounds", STEPS_PER_S: "steps/s", "note": ""}
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a replica is, or a run, in steps of those that it is to make."""
+    """The progress of a replica or a run: the steps that were made, the total, and the rate."""
 
     step: float
     total_steps: float
@@ -58,7 +58,7 @@ class Progress:
 
     @classmethod
     def of(cls, reported: Mapping[str, float]) -> Progress | None:
-        """Read a replica's report. None if it does not name the number of steps."""
+        """Return the progress in a replica's report. None if the report has no total number of steps."""
         step, total, per_s = (reported.get(name, 0.0) for name in ("step", TOTAL_STEPS, STEPS_PER_S))
         if not (0 < total < MAX_STEPS and abs(step) < MAX_STEPS and math.isfinite(per_s)):
             return None
@@ -66,17 +66,17 @@ class Progress:
 
     @property
     def share(self) -> float:
-        """From 0 to 1."""
+        """The share of the steps that were made, from 0 to 1."""
         return min(1.0, max(0.0, self.step / self.total_steps))
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the last step at this rate."""
+        """The seconds until the last step at the current rate."""
         left_s = max(0.0, self.total_steps - self.step) / self.steps_per_s if self.steps_per_s else math.inf
         return left_s if left_s < MAX_LEFT_S else None
 
     def describe(self) -> str:
-        """Name rate and time: `8.3 steps/s, 18 s left`."""
+        """Return the rate and the remaining time as text: `8.3 steps/s, 18 s left`."""
         if self.steps_per_s is None or self.left_s is None:
             return ""
         return f"{name_rate(self.steps_per_s)} steps/s, {name_duration(self.left_s)} left"
@@ -84,7 +84,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Installation:
-    """How far a container is with what it installs before the replica's process starts."""
+    """The progress of a container that installs packages before the replica's process starts."""
 
     package: str
     """The package that takes longest. Empty: not known."""
@@ -97,11 +97,13 @@ class Installation:
 
     @property
     def what(self) -> str:
-        """The words that stay the same until it ends: `installing torch`."""
+        """The part of the text that does not change during the installation: `installing torch`."""
         return f"{INSTALLING} {self.package}" if self.package else INSTALLING
 
     def describe(self) -> str:
-        """Say how far it is: `installing torch, 1.2 of 2.7 GB, 40 s`, or without sizes `installing torch, 40 s`."""
+        """Return the progress as text: `installing torch, 1.2 of 2.7 GB, 40 s`, or without sizes `installing torch,
+        40 s`.
+        """
         sizes = ""
         if self.n_bytes is not None and self.of_bytes:
             sizes = f"{self.n_bytes / 1e9:.1f} of {self.of_bytes / 1e9:.1f} GB, "
@@ -111,7 +113,7 @@ class Installation:
 
 @dataclass(frozen=True)
 class RestartState:
-    """The decisions on a replica at one moment, from the run's log of decisions."""
+    """The restart decisions on one replica, as of one moment, from the decision log."""
 
     restarts: int = 0
     """How many of its attempts were decided as restarts."""
@@ -130,14 +132,14 @@ class RestartState:
     """Whether it was given up, or the run stopped, because starting it again unchanged does not help."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is for other programs as plain JSON."""
+        """Return the fields for other programs, as plain JSON."""
         left = None if self.limit is None else max(0, self.limit - self.charged)
         return {**{name: getattr(self, name) for name in ("restarts", "charged", "next_at", "decision")}, "left": left}
 
 
 @dataclass(frozen=True)
 class DecisionLine:
-    """One decision on a run, as a line."""
+    """One restart decision, with a line of text that describes it."""
 
     at: float
     line: str
@@ -145,7 +147,7 @@ class DecisionLine:
 
 @dataclass(frozen=True)
 class ReplicaState:
-    """One replica at one moment."""
+    """The state of one replica at one moment."""
 
     rank: int
     attempt: int
@@ -168,19 +170,20 @@ class ReplicaState:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, or its state is not known."""
+        """True if it has ended, or its state is not known."""
         return self.status.is_terminal or self.outcome is not None
 
     @property
     def goes_on(self) -> bool:
-        """Whether its newest attempt has not ended."""
+        """True if its newest attempt has not ended."""
         return not (self.status.is_terminal or self.restart.is_awaited)
 
     @property
     def note(self) -> str:
-        """A few words on how it ended, on what it waits for, on its data, or on a heartbeat that is overdue.
+        """A short text: the reason of its end, the thing that it waits for, a problem with its data, or a late
+        heartbeat.
 
-        They begin with "unproven" if the run is signed and no key proves how it ended.
+        The text begins with "unproven" if the run is signed and its outcome has no proof of the run's key.
         """
         if self.outcome is not None and self.outcome.unproven:
             return ": ".join(
@@ -205,12 +208,12 @@ class ReplicaState:
 
     @property
     def progress(self) -> Progress | None:
-        """How far it is. None if it has not reported the number of steps."""
+        """The progress. None if the replica has not reported a total number of steps."""
         return Progress.of(self.reported)
 
     @property
     def left_s(self) -> float | None:
-        """How many seconds it has to go at this rate, as far as it is known."""
+        """The seconds until its last step at the current rate. None if this is not known."""
         return None if self.progress is None or not self.goes_on else self.progress.left_s
 
     def cell(self, column: str) -> str:
@@ -225,7 +228,7 @@ class ReplicaState:
         return f"{text}/{self.progress.total_steps:.0f}" if column == "step" and self.progress else text
 
     def number(self, name: str) -> str:
-        """Return the text of a number that it reported, or an empty text."""
+        """Return the text of a number that the replica reported. Empty if it has not reported the number."""
         value = self.reported.get(name)
         if value is None:
             return ""
@@ -235,11 +238,11 @@ class ReplicaState:
             return name_rate(value)
         if not isinstance(value, float):
             return str(value)
-        is_odd = 0 < abs(value) < 0.005 or abs(value) >= 1e6  # four decimals would show nothing, or too much
+        is_odd = 0 < abs(value) < 0.005 or abs(value) >= 1e6  # four decimals would show 0.0000 or very many digits
         return f"{value:.2e}" if is_odd else f"{value:.4f}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything but the result as plain JSON."""
+        """Return all fields except the result, as plain JSON."""
         row = {
             name: getattr(self, name)
             for name in ("rank", "backend", "attempt", "status", "doing", "heartbeat_age_s", "reported", "left_s")
@@ -253,10 +256,10 @@ class ReplicaState:
 
 
 def alone_warning(outcomes: Sequence[Outcome]) -> str | None:
-    """Return the warning that each replica trained without the others; None if the outcomes do not show that.
+    """Return a warning if each replica trained alone, without DiLoCo. None if the outcomes do not show this.
 
     Args:
-        outcomes: how the newest attempt of each rank ended; of a rank that has not, none.
+        outcomes: the outcome of each rank's newest attempt, if it has ended.
     """
     if len(outcomes) < 2 or not all(outcome.trained_alone for outcome in outcomes):
         return None
@@ -267,13 +270,13 @@ def alone_warning(outcomes: Sequence[Outcome]) -> str | None:
 
 
 def unlike_ends_warning(outcomes: Sequence[Outcome]) -> str | None:
-    """Return the warning of a run whose replicas ended after unlike rounds, and so with unlike models; else None.
+    """Return a warning if replicas ended after different rounds, and so with different models. None otherwise.
 
-    Each script then saves and evaluates a model of its own. No replica can know that when it leaves: the later rounds
-    are still to come.
+    Each script then saves and evaluates a different model. A replica cannot know this when it ends, because the later
+    rounds have not happened yet.
 
     Args:
-        outcomes: how the newest attempt of each rank ended. Those that did not succeed are left out.
+        outcomes: the outcome of each rank's newest attempt. Replicas that did not succeed are left out.
 
     Example:
         unlike_ends_warning(run.outcomes())
@@ -281,7 +284,7 @@ def unlike_ends_warning(outcomes: Sequence[Outcome]) -> str | None:
     ends: dict[int, list[int]] = {}
     for each in outcomes:
         rounds = (each.reached or each.reported or {}).get("round")
-        # A script may report anything, infinity too.
+        # A script may report any value, also infinity.
         if each.status is ReplicaStatus.SUCCEEDED and rounds is not None and math.isfinite(rounds):
             ends.setdefault(int(rounds), []).append(each.rank)
     if len(ends) < 2:
@@ -294,13 +297,12 @@ def unlike_ends_warning(outcomes: Sequence[Outcome]) -> str | None:
 
 
 def own_models_warning(outcomes: Sequence[Outcome]) -> str | None:
-    """Return the warning of a run whose replicas have changed their models after DiLoCo was closed; else None.
+    """Return a warning if replicas have changed their models differently after DiLoCo was closed. None otherwise.
 
-    Replicas may change their models in the same way, or one replica may do it for all. So this compares the replicas
-    that did it.
+    No warning is given if all replicas made the same change, or if only one replica changed its model.
 
     Args:
-        outcomes: how the newest attempt of each rank ended. Those that did not succeed are left out.
+        outcomes: the outcome of each rank's newest attempt. Replicas that did not succeed are left out.
 
     Example:
         own_models_warning(run.outcomes())
@@ -312,7 +314,7 @@ def own_models_warning(outcomes: Sequence[Outcome]) -> str | None:
                 marks.setdefault(name, {})[each.rank] = mark
     for by_rank in marks.values():
         apart = max(by_rank.values()) - min(by_rank.values())
-        if not apart <= SAME_MODEL:  # also if a mark is not a number
+        if not apart <= SAME_MODEL:  # also true if a fingerprint is not a number
             return (
                 f"Replicas ended with different models: {name_ranks(by_rank)} changed theirs after DiLoCo was closed, "
                 "as by an own checkpoint or update_bn() on an own share. Save the model of one rank, or take the "
@@ -347,7 +349,7 @@ def describe_warnings(found: Sequence[FoundWarning], n: int, reference: str) -> 
         n: the number of all warnings, at least the length of `found`.
         reference: the words that name the run in a shell.
 
-    Returns: a text with any content, because a record in a store is foreign. The caller makes it inert for its medium.
+    Returns: a text that may contain anything, because the warnings are untrusted. The caller must escape it.
     """
     first = min(found, key=lambda each: each.at)
     ranks = {each.rank for each in found if each.text == first.text and each.rank is not None}
@@ -359,12 +361,12 @@ def describe_warnings(found: Sequence[FoundWarning], n: int, reference: str) -> 
 
 
 def fails_early(failed: Outcome | None, min_replicas: int | None, reports: Iterable[Collection[str]]) -> bool:
-    """Return True if a replica failed before any replica of its run had a round: the rule of `fail_fast`.
+    """Return True if a replica failed before any replica of the run had a round. This is the rule of `fail_fast`.
 
-    A supervisor asks it of records, and a process that watches the run asks it of states.
+    A supervisor calls it with records, and a process that watches the run calls it with states.
 
     Args:
-        failed: the end of the replica. None: it failed, and its outcome cannot be read.
+        failed: the outcome of the replica. None: it failed, but its outcome cannot be read.
         min_replicas: the least number of replicas that the launch asked for. None: all.
         reports: the names of the numbers that each replica has reported last. They are read only if they matter.
     """
@@ -373,25 +375,28 @@ def fails_early(failed: Outcome | None, min_replicas: int | None, reports: Itera
 
 
 def describe_early_failure(rank: int, failed: Outcome | None) -> str:
-    """Return why a run ends early: `rank 3 failed before the first round: ValueError: boom`.
+    """Return the reason why a run ends early: `rank 3 failed before the first round: ValueError: boom`.
 
     Args:
         rank: the rank that failed.
-        failed: its end. None: its outcome cannot be read.
+        failed: the outcome of the rank. None: it cannot be read.
     """
     first = f"rank {rank} {FAILED_EARLY}"
     return first if failed is None else f"{first}: {failed.headline[:MAX_WHY]}"
 
 
 def is_failure(outcome: Outcome, min_replicas: int | None) -> bool:
-    """Return whether a replica failed. A replica that was replaced has not, and neither has one that is not needed."""
+    """Return True if an outcome is a failure.
+
+    Fenced replicas, and ended replicas that the run does not need, are not failures.
+    """
     without = ("fenced",) if min_replicas is None else ("fenced", "start_failed")
     return outcome.status is ReplicaStatus.FAILED and outcome.reason not in without
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run at one moment.
+    """The state of a run and its replicas at one moment.
 
     Example:
         status = run.status()
@@ -423,27 +428,27 @@ class RunStatus:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether every replica has ended, or has an unknown state."""
+        """True if every replica has ended or has an unknown state."""
         return all(replica.is_over for replica in self.replicas)
 
     @property
     def last_at(self) -> float:
-        """When its last replica ended. While a replica continues, the time of the look."""
+        """The time at which the last replica ended, or the time of the look while any replica continues."""
         ends = [replica.outcome.finished_at for replica in self.replicas if replica.outcome is not None]
         return max(ends, default=0.0) or self.at if self.is_terminal else self.at
 
     @property
     def failed_early(self) -> list[int]:
-        """The ranks that failed while others continue, before any replica has reported a round."""
+        """The ranks that failed before any replica had reported a round, while other replicas continue."""
         ended = [r for r in self.replicas if r.status is ReplicaStatus.FAILED and r.is_readable]
-        # One report of a round decides. A run may have thousands of ranks, and each that failed asks.
+        # One report of a round is enough. It is searched once, because a run may have thousands of failed ranks.
         reports = [replica.reported for replica in self.replicas if "round" in replica.reported][:1]
         failed = [r.rank for r in ended if fails_early(r.outcome, self.min_replicas, reports)]
         return [] if self.is_terminal else failed
 
     @property
     def status(self) -> ReplicaStatus:
-        """One status for the whole run: the worst of its replicas once all have ended."""
+        """The status of the whole run. After the end, it is the worst status of its replicas."""
         found = {replica.status for replica in self.replicas}
         if not self.is_terminal:
             return ReplicaStatus.PENDING if found == {ReplicaStatus.PENDING} else ReplicaStatus.RUNNING
@@ -456,19 +461,22 @@ class RunStatus:
 
     @property
     def numbers(self) -> list[tuple[ReplicaStatus, int]]:
-        """How many replicas have each status, without those that none has."""
+        """The number of replicas in each status. A status without replicas is left out."""
         counts = Counter(replica.status for replica in self.replicas)
         return [(status, counts[status]) for status in ReplicaStatus if counts[status]]
 
     @property
     def counts(self) -> str:
-        """The numbers in words: `3 running, 1 failed`."""
+        """The numbers as text: `3 running, 1 failed`."""
         joined = [f"{self.joined} joined"] if self.joined else []
         return ", ".join([*(f"{count} {status}" for status, count in self.numbers), *joined])
 
     @property
     def prospects(self) -> str:
-        """With `min_replicas`: that some may still join, or that too few can still succeed. Else nothing."""
+        """A text for runs with `min_replicas`: replicas may still join, or too few can still succeed.
+
+        Otherwise empty.
+        """
         if self.min_replicas is None:
             return ""
         count, n = dict(self.numbers), len(self.replicas)
@@ -483,13 +491,13 @@ class RunStatus:
 
     @property
     def progress(self) -> Progress | None:
-        """The progress of the running replica that needs longest, or None if it is not known."""
+        """The progress of the running replica that needs the longest time. None if it is not known."""
         going = [r.progress for r in self.replicas if r.progress is not None and r.goes_on]
         return max(going, key=lambda each: (each.left_s or 0.0, -each.share), default=None)
 
     @property
     def installing(self) -> str:
-        """The ranks whose containers install packages, and how far the slowest is; empty if there are none."""
+        """The ranks whose containers install packages, and the progress of the slowest one. Empty if there are none."""
         found = {each.rank: each.installation for each in self.replicas if each.installation is not None}
         if not found:
             return ""
@@ -498,13 +506,15 @@ class RunStatus:
 
     @property
     def left_s(self) -> float | None:
-        """How many seconds the run has to go, as far as its replicas tell."""
+        """The seconds until the end of the run, as far as replicas report their progress."""
         return None if self.progress is None else self.progress.left_s
 
     @property
     def warnings(self) -> list[FoundWarning]:
-        """The first warning of each replica that has any, and the warning of the run as a whole. `Run.warnings()` reads
-        all of them."""
+        """The first warning of each replica that has one, and the warning of the run.
+
+        `Run.warnings()` reads all warnings.
+        """
         found = [
             FoundWarning(text=each.warned.first, at=each.warned.first_at, rank=each.rank, attempt=each.attempt)
             for each in self.replicas
@@ -518,19 +528,19 @@ class RunStatus:
 
     @property
     def n_warnings(self) -> int:
-        """How many different warnings the newest attempts have, and the run."""
+        """The number of different warnings of the newest attempts and of the run."""
         own = sum(each.warned.count for each in self.replicas if each.warned is not None)
         return own + sum(each.rank is None for each in self.warnings)
 
     @property
     def standstills(self) -> list[str]:
-        """A line on each round that stands still until a user deletes an object without the key of a signed run."""
+        """A line for each round that waits until the user deletes an object that is not signed with the run's key."""
         counts = [(each.warned, each.status.is_terminal) for each in self.replicas]
         return standstill_lines(counts, self.run_id, self.store_url)
 
     @property
     def doubts(self) -> list[str]:
-        """Sentences on objects that are not proven by the key of a signed run; none in other runs."""
+        """Sentences about objects without a proof of the run's key. Empty for unsigned runs."""
         found = self.standstills
         if self.forged:
             ranks = name_ranks({rank for rank, _ in self.forged})
@@ -574,7 +584,7 @@ class RunStatus:
         return self.counts + (f": {', '.join(parts)}" if parts else "")
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as plain JSON."""
+        """Return all fields as plain JSON."""
         return {
             "run_id": self.run_id,
             "backend": self.backend,
@@ -593,7 +603,7 @@ class RunStatus:
         }
 
     def used_columns(self, more: Sequence[str] | None = None, n_more: int = N_MORE) -> list[str]:
-        """Return the columns of the table that have something to show.
+        """Return the columns of the table that have a value for any replica.
 
         Args:
             more: the names of other reported numbers to show. None, the default: the first `n_more`.
@@ -619,7 +629,7 @@ class RunStatus:
         """Return a heading and the table for a notebook.
 
         Args:
-            between: HTML to show between these.
+            between: HTML to show between the heading and the table.
         """
         columns = self.used_columns(n_more=MAX_COLUMNS)
         head = "".join(f"<th>{_escape(HEADINGS.get(name, name))}</th>" for name in columns)
@@ -639,12 +649,12 @@ def _escape(text: str) -> str:
 
 
 def name_rate(per_s: float) -> str:
-    """Write a rate for people: `123`, `12.3`, `1.23`, `0.0123`."""
+    """Return a rate as text: `123`, `12.3`, `1.23`, `0.0123`."""
     return f"{per_s:.3g}" if not 0.1 <= per_s < 1e6 else f"{per_s:.{2 if per_s < 10 else 1 if per_s < 100 else 0}f}"
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Name ranks briefly: `rank 3`, `ranks 0-2, 5`."""
+    """Return ranks as a short text: `rank 3`, `ranks 0-2, 5`."""
     spans: list[list[int]] = []
     ranks = sorted(ranks)
     for rank in ranks:

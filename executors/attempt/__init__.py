@@ -1,7 +1,8 @@
 """One attempt of one rank, and its records in the store: claim, heartbeat, cancel marker, intent, handle and outcome.
 
-Read `Attempt` first. `outcome.py` has the record and the sentences of an end, `handles.py` the handles of a launch, and
-`signed_record.py` the records of a signed run. Other rooms ask an `Attempt`, and do not use the names of its records.
+Read `Attempt` first. `outcome.py` has the record of an end and its sentences, `handles.py` the handles of a launch, and
+`signed_record.py` the records of a signed run. Other packages use the methods of `Attempt`, and not the names of its
+records.
 """
 
 from __future__ import annotations
@@ -299,7 +300,7 @@ class Attempt:
 
     @property
     def place(self) -> str:
-        """A name of this attempt that no other attempt of any run has, with the url of the store."""
+        """A text that identifies this attempt among all attempts of all runs. It contains the url of the store."""
         return f"{self.store.url} {self.key('')}"
 
     def key(self, name: str) -> str:
@@ -320,11 +321,12 @@ class Attempt:
         return replace(self, number=number)
 
     def newest(self) -> Attempt:
-        """Return the rank's newest attempt that has begun, from this one on.
+        """Return the newest attempt of this rank that has begun. Its number is at least the number of this attempt.
 
-        The numbers of attempts have no gaps. A launched attempt has a handle, or at least an intent on a cloud. A
-        second copy of a launched attempt has only a claim, and an attempt whose launch was interrupted has only an
-        outcome. In a signed run, only records with a proof of the run's key begin an attempt.
+        The numbers of attempts have no gaps. The records that show that an attempt has begun differ. A launched attempt
+        has a handle, or at least an intent on a cloud. A second copy of a launched attempt has only a claim. An attempt
+        whose launch was interrupted has only an outcome. In a signed run, a record counts only with a proof of the
+        run's key.
 
         Raises:
             StoreError: the store does not answer.
@@ -411,7 +413,7 @@ class Attempt:
         return self.store.put_if_absent(self.key(name), data)
 
     def create_intent(self, nonce: str, **more: Any) -> bool:
-        """Begin the attempt by creating its intent, before a process is started that claims it.
+        """Claim the start of the attempt by creating its intent. Only then may the caller start a process for it.
 
         Args:
             nonce: a random text of this launch.
@@ -450,7 +452,7 @@ class Attempt:
         return self.has(OUTCOME)
 
     def has_begun(self) -> bool:
-        """Return True if the attempt has any record that begins it, which makes it the newest one of its rank."""
+        """Return True if the attempt has any record that shows that it was started."""
         return any(map(self.has, BEGINNINGS))
 
     def has_cancel_marker(self) -> bool:
@@ -481,7 +483,8 @@ class Attempt:
         return None if handle is None else self.rebind_handle(handle, backend)
 
     def rebind_handle(self, handle: ReplicaHandle, backend: str) -> ReplicaHandle:
-        """Return a handle with the rank, the run and the store of this attempt; see `handle`.
+        """Return a handle with the rank, the run and the store of this attempt, whatever its content names; see
+        `handle`.
 
         Args:
             handle: a handle that was found among the records of this attempt.
@@ -501,7 +504,7 @@ class Attempt:
         return replace(handle, rank=self.rank, metadata={**handle.metadata, **here})
 
     def bare_handle(self, backend: str) -> ReplicaHandle:
-        """Return a handle with the fields that all handles have: the attempt, and the key of a signed run.
+        """Return a handle without the data of a backend. It names the attempt, and the key of a signed run.
 
         Args:
             backend: the name of the backend.
@@ -613,7 +616,7 @@ class Attempt:
         return self.outcome() or outcome
 
     def record_lost(self, who_says: str) -> Outcome:
-        """Write the outcome of a replica that vanished without one. Its end is the time of its last heartbeat.
+        """Write the outcome of a replica that ended without writing one. Its end is the time of its last heartbeat.
 
         Args:
             who_says: the evidence, as in "its supervisor is gone" or "Modal reports it gone".
@@ -626,7 +629,7 @@ class Attempt:
         return self.record(self.new_outcome(ReplicaStatus.FAILED, "lost", error=error, finished_at=last_at))
 
     def title(self) -> str:
-        """Return the name of the attempt for the beginning of a sentence: `Replica 3 of 8 (attempt 1)`."""
+        """Return the name of the attempt, to begin a sentence with: `Replica 3 of 8 (attempt 1)`."""
         n = find_record(self.store, run_record_key(self.run_id), _parse_world_size) or self.rank + 1
         return f"Replica {self.rank} of {n} (attempt {self.number})"
 

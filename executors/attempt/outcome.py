@@ -220,7 +220,7 @@ ENDINGS = {
 
 
 def says_alive(stacks: str) -> bool:
-    """Return True if a dump is only a note that a replica which was reported to hang works again.
+    """Return True if a stack dump contains only the note that the replica works again after a suspected hang.
 
     Args:
         stacks: the text of the dump.

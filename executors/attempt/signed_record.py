@@ -1,9 +1,9 @@
 """Records of an attempt that only a process with the key of a signed run can make, such as its claim and its outcome.
 
-Such a record is JSON with a `proof`, an HMAC over its place and all its other fields. It is written under two names.
-The name that counts cannot be predicted without the key: `outcome-5e0f31a2c4d6b788.json`. So a stranger cannot create
-it before its writer does, and "the first one counts" holds among the processes that have the key. The plain name
-holds a copy of the same bytes, for people and processes without the key. A forgery there stays, and counts for nothing.
+Such a record is JSON with a `proof`, an HMAC over its key in the store and all its other fields. It is written under
+two names. The first name, `outcome-5e0f31a2c4d6b788.json`, cannot be predicted without the key, so only its writers can
+create it. Its first version counts. The plain name has a copy of the same bytes, for users and processes without the
+key. A forged copy has no effect.
 """
 
 from __future__ import annotations

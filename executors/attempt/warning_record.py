@@ -1,4 +1,4 @@
-"""`warnings.json`: the warnings of one attempt, each text once, with how often it came."""
+"""The record `warnings.json`: the different warnings of one attempt, with the number of times that each came."""
 
 from __future__ import annotations
 

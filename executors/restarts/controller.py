@@ -18,21 +18,24 @@ from executors.store.inventory import Inventory
 from executors.store.staleness import StalenessTracker
 from executors.task.record import find_run_record
 
-LEAVE_S = 15.0  # a controller outside leaves an ended attempt to the rank's living supervisor for this long
-CARRY_S = 60.0  # a start that another controller decided, and has not begun for this long, is carried out by any other
-NEEDS_LAUNCH = ("start_failed", "lost", "preempted", "timeout")  # only a launch begins a new time limit
+LEAVE_S = 15.0  # the time that a controller outside the run's machines gives the rank's live supervisor to decide first
+CARRY_S = 60.0  # the time that the deciding controller gets to begin a start; then any other controller begins it
+# Only a launch begins a new time limit, or a new machine.
+NEEDS_LAUNCH = ("start_failed", "lost", "preempted", "timeout")
 MOST_FORK_STRIKES = 2  # after this many strikes of a rank, a controller that can start containers takes a new machine
 LOOK_AGAIN_S = 1.0
 
 
 class AttemptStarter(Protocol):
-    """Starts attempts for a controller."""
+    """The interface of an object that starts attempts for a controller."""
 
     how: str
     """ "fork", "launch" or "spare:0"."""
 
     def may_start(self, rank: int) -> bool:
-        """Return whether this process can start that rank now: it is its supervisor, or its supervisor is gone."""
+        """Return True if this process can start the rank now, because it is the rank's supervisor or this supervisor
+        has ended.
+        """
 
     def start(self, attempts: Mapping[int, int]) -> None:
         """Start attempts that no other process has begun. A fork first ends the rank's current process.
@@ -44,7 +47,7 @@ class AttemptStarter(Protocol):
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """The newest attempt of each rank of a run, and the outcomes of those that have ended."""
+    """The newest attempt of each rank of a run, and the outcomes of the attempts that have ended."""
 
     newest: Mapping[int, int] = field(default_factory=dict)
     """The number of the newest attempt, by rank."""
@@ -104,7 +107,7 @@ class RestartContext:
 
     @classmethod
     def of(cls, spec: RunSpec, store: Store) -> RestartContext:
-        """Return the context of the run that a supervisor belongs to.
+        """Return the context that a supervisor needs, for its run.
 
         Args:
             spec: the run.
@@ -127,7 +130,7 @@ class RestartController:
         log: the log of decisions of the run.
         context: the settings of the launch.
         starter: starts the next attempts. None: the controller decides nothing and starts nothing.
-        has_wider: True if another controller watches the run that can start a new container. Default False.
+        has_wider: True if another controller watches the run and can start new containers. Default False.
         spare: returns the starter name of a spare that can take the next attempt, given the log. It returns None if no
             spare is free, which is the default.
         clock: returns Unix time in seconds. Default: the system's clock.
@@ -166,12 +169,15 @@ class RestartController:
 
     @property
     def policy(self) -> Restarts | None:
-        """Return the restart policy that is in force, by the part of the log that was read."""
+        """The restart policy in force, as of the last read of the log."""
         self._apply_new_entries()
         return self._policy
 
     def blocking_order(self, rank: int) -> Decision | None:
-        """Return the stop or cancel that blocks a rank, by the part of the log that was read. None: nothing does."""
+        """Return the stop or cancel that blocks a rank, as of the last read of the log.
+
+        None: the rank is not blocked.
+        """
         return blocking_order(self.log.entries, rank)
 
     def advance(self, snapshot: RunSnapshot) -> float | None:
@@ -189,7 +195,7 @@ class RestartController:
         return self.advance_as_read(snapshot)
 
     def advance_as_read(self, snapshot: RunSnapshot) -> float | None:
-        """Do the same as `advance`, by the log as the caller has just read it."""
+        """Do the same as `advance` for a caller that has just read the log."""
         n_read = len(self.log.entries)
         self._apply_new_entries()
         waits = [self._decide_if_due(end, snapshot) for end in snapshot.ends.values()]
@@ -208,7 +214,7 @@ class RestartController:
         return min((wait for wait in waits if wait is not None), default=None)
 
     def give_up(self, snapshot: RunSnapshot) -> None:
-        """Record the ends that no restart may follow, and start nothing. This controller's process is ending.
+        """Record the ends after which no restart is allowed, and start nothing. This controller's process is ending.
 
         Args:
             snapshot: the newest attempts of the run and their outcomes.
@@ -226,9 +232,9 @@ class RestartController:
         Args:
             end: the outcome of the attempt.
             snapshot: the newest attempts of the run and their outcomes.
-            restarts: False if this call may not decide on a restart. Default True.
+            restarts: False if this call may not decide to restart the rank. Default True.
 
-        Returns: the entry. None: no decision follows, or another process has decided already, or must decide.
+        Returns: the entry. None: nothing follows, or the decision is left to another process.
         """
         starter = self.starter
         facts = RunFacts(
@@ -250,7 +256,7 @@ class RestartController:
                 return answer
             if not restarts:
                 return None
-            # A failed start counts double: the machine itself may be unwell, so another one is tried earlier.
+            # A failed start counts double: the machine itself may have a fault, so a new machine is tried earlier.
             most = MOST_FORK_STRIKES - (answer.reason == "start_failed")
             needs_new_machine = self._has_wider and answer.strikes > most
             if starter.how == "fork" and (policy.how != "fork" or _needs_launch(end) or needs_new_machine):
@@ -267,7 +273,7 @@ class RestartController:
         return entry
 
     def due(self, snapshot: RunSnapshot) -> dict[int, int]:
-        """Return the attempts that this controller may begin now, by rank, by the part of the log that was read."""
+        """Return the attempts that this controller may begin now, by rank, as of the last read of the log."""
         pending = self._pending(snapshot)
         return {rank: entry.start[rank] for rank, entry in pending.items() if self._ready_in(entry) == 0.0}
 
@@ -282,7 +288,10 @@ class RestartController:
         return None if self.starter is None or self.policy is None else self._append(compute)
 
     def _append(self, compute: Callable[[Sequence[Decision]], Decision | None]) -> Decision | None:
-        """Append the computed entry. Ask the store only if the part of the log that was read gives an entry at all."""
+        """Add the computed entry to the log.
+
+        The store is only asked if the part of the log that was read leads to an entry.
+        """
         return None if compute(self.log.entries) is None else self.log.append(compute)
 
     def _decide_if_due(self, end: Outcome, snapshot: RunSnapshot) -> float | None:
@@ -305,7 +314,10 @@ class RestartController:
         return None
 
     def _pending(self, snapshot: RunSnapshot) -> dict[int, Decision]:
-        """Return the entries whose attempts have not begun, by rank, for the ranks that this controller can start."""
+        """Return the entries whose attempts have not begun, by rank.
+
+        Only ranks that this controller can start are included.
+        """
         if self.starter is None:
             return {}
         self._apply_new_entries()
@@ -319,7 +331,7 @@ class RestartController:
         return pending
 
     def _ready_in(self, entry: Decision) -> float:
-        """Return the seconds that an entry's attempts still have to wait, by this process's own monotonic clock."""
+        """Return the seconds until the attempts of an entry may begin, by this process's own monotonic clock."""
         assert self.starter is not None
         if entry.nonce not in self._ready_at:
             # Another process decided it. That process gets CARRY_S to begin. The Unix time of the entry counts here,
@@ -335,7 +347,7 @@ class RestartController:
         return min(max(0.0, entry.not_before - self._clock()), max(longest_s, entry.wait_s))
 
     def _apply_new_entries(self) -> None:
-        """Bring the policy and the starts up to date with the entries that were read since the last call."""
+        """Apply the entries that were read since the last call to the policy and to the planned starts."""
         entries = self.log.entries
         for entry in entries[self._n_applied :]:
             self._starts.update(dict.fromkeys(entry.start, entry))
@@ -345,7 +357,7 @@ class RestartController:
         self._n_applied = len(entries)
 
     def _close_skipped(self, rank: int, number: int, snapshot: RunSnapshot) -> bool:
-        """Record the end of attempts that were decided and never begun, because the numbers of attempts have no gaps.
+        """Record an end for attempts that were decided but never begun, because attempt numbers must have no gaps.
 
         Returns: False, and records nothing, while the attempt before them has left no record. Its process may still
             claim that attempt, or the next one if another process has claimed it.
@@ -362,7 +374,8 @@ class RestartController:
 
 
 def _needs_launch(end: Outcome) -> bool:
-    """Return True if a new process of the same supervisor does not help.
+    """Return True if the next attempt needs a new container, because a new process of the same supervisor would not
+    help.
 
     A process that reported its own failed start was running, so its machine works and a new process may help.
     """
@@ -370,7 +383,7 @@ def _needs_launch(end: Outcome) -> bool:
 
 
 def leaves_its_supervisor(entry: Decision, rank: int) -> bool:
-    """Return True if an entry starts the attempt of a rank by another process than the rank's current supervisor.
+    """Return True if an entry starts the next attempt of a rank outside the rank's current supervisor.
 
     Args:
         entry: the entry of the log.

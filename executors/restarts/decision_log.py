@@ -43,12 +43,12 @@ from executors.store.run_key import parse_key, proof_of_fields
 from executors.store.url import is_near
 
 MAX_DECISIONS = 100_000
-MAX_DECISION_BYTES, MAX_LOG_BYTES = 512 << 10, 64 << 20  # as objects they take eight times as much memory
+MAX_DECISION_BYTES, MAX_LOG_BYTES = 512 << 10, 64 << 20  # parsed objects take eight times as much memory as these bytes
 MAX_RANK, MAX_ATTEMPT = 10**6, 10_000
-MAX_STARTS = 20_000  # of one entry: a run has at most 10,000 ranks at its launch, and others may be added
+MAX_STARTS = 20_000  # in one entry: a launch has at most 10,000 ranks, and more may be added
 MAX_WORDS = 2000
 MAX_TOTAL = 10**12  # steps or rounds of a run
-MAX_TRIES = 1000  # of an append, if another writer is first each time
+MAX_TRIES = 1000  # tries to append one entry, each of which another writer may win
 ENDING, OTHERS = ("give_up", "stop", "cancel"), ("restart", "resume", "policy")
 UNPROVEN_FIELDS = ("rank", "ended", "why", "words", "within_s", "by", "nonce")
 """The fields of an entry that count without a proof. They only end ranks: they start nothing and change no rule."""
@@ -148,7 +148,7 @@ class Decision(Record):
         return to_bytes({**vars(self), "start": {str(rank): number for rank, number in self.start.items()}})
 
     def unproven(self, now: float) -> Decision:
-        """Return the part of the entry that counts without a proof: it can end ranks, and do nothing else.
+        """Return the part of an entry that counts without a proof. Such an entry can end ranks, but never start any.
 
         Args:
             now: Unix time. An unproven entry cannot be from the future.
@@ -167,10 +167,10 @@ class DecisionLog:
         store: the store of the run.
         run_id: the run.
         clock: returns Unix time in seconds. Default: the system's clock.
-        key: the key of a signed run. Without it all entries are believed, and other processes take the entries that
-            this process adds as unproven. Default None.
-        n_skipped: the number of first entries that are not read. `entries` begins behind them, and no entry can be
-            added. Default 0.
+        key: the key of a signed run. Default None: all entries count, but other processes treat the entries that this
+            process adds as unproven.
+        n_skipped: the number of entries at the begin of the log that are not read. Then no entry can be added. Default
+            0.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class DecisionLog:
         return True
 
     def take_over(self, other: DecisionLog) -> None:
-        """Take over the entries that another log of the same run has read.
+        """Copy the entries that another log object of the same run has read.
 
         Args:
             other: the other log. If it has another key, nothing is taken over, because it judges proofs differently.
@@ -258,7 +258,7 @@ class DecisionLog:
         for _ in range(MAX_TRIES):
             self.read()
             for standing in self.entries[begin:]:
-                if standing.nonce == nonce:  # an earlier try of this loop did write it, though its reply was lost
+                if standing.nonce == nonce:  # an earlier try wrote it, but its reply was lost
                     return standing
             entry = compute(self.entries)
             if entry is None:
@@ -354,7 +354,8 @@ def blocking_order(log: Sequence[Decision], rank: int) -> Decision | None:
 
 
 def decision_on(log: Sequence[Decision], rank: int, attempt: int) -> Decision | None:
-    """Return the decision on the end of an attempt: the entry that starts a later attempt of the rank, or gives it up.
+    """Return the entry that decided on the end of an attempt: it starts a later attempt of the rank, or gives the
+    rank up.
 
     Args:
         log: the entries of the log.
@@ -374,7 +375,7 @@ def decision_on(log: Sequence[Decision], rank: int, attempt: int) -> Decision | 
 
 
 def policy_of(log: Sequence[Decision], launched: Restarts | None) -> Restarts | None:
-    """Return the restart policy that is in force: the last one in the log, or else the launch's.
+    """Return the restart policy in force: the last one in the log, otherwise the launch's policy.
 
     Args:
         log: the entries of the log.
@@ -390,7 +391,7 @@ def policy_of(log: Sequence[Decision], launched: Restarts | None) -> Restarts | 
 
 
 def hang_of(log: Sequence[Decision], launched: HangLimits) -> HangLimits:
-    """Return the limits on hanging that are in force: the last ones in the log, or else the launch's.
+    """Return the limits on hanging in force: the last ones in the log, otherwise the launch's limits.
 
     Args:
         log: the entries of the log.

@@ -1,6 +1,7 @@
-"""Sentences for users about the entries of the log of decisions.
+"""Describes entries of the decision log in sentences for users.
 
-The sentences quote texts from records, which other machines wrote. A caller that shows them escapes them first.
+The sentences quote texts from records of other machines. A caller that prints them must first remove control
+characters.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_ERROR = 160  # characters of a message that is quoted within a line
 
 
 class RestartTally:
-    """Counts the charged restarts of a log, and keeps the policy that is in force.
+    """Counts the charged restarts in a log, and has the policy in force at that point of the log.
 
     A caller that describes a log goes through it once: it describes each entry and then adds the entry to the tally.
 
@@ -100,7 +101,7 @@ def describe_decision(entry: Decision, tally: RestartTally, run: str, alike: Col
 
 
 def describe_wait(log: Sequence[Decision], index: int, launched: Restarts | None, now: float) -> str:
-    """Return a note on a rank that has ended: the restart that it waits for, or why it is not started again.
+    """Return a note for a rank that has ended: the restart that it waits for, or the reason why it is not restarted.
 
     Args:
         log: the entries of the log.

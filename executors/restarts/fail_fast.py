@@ -1,7 +1,7 @@
-"""`fail_fast`: if a replica fails before the first round, the whole run ends, because the others would train alone.
+"""`fail_fast`: ends the whole run if a replica fails before the first round, because the others would train alone.
 
-This is an order in the log and not a rule of `decide`. `decide` applies a restart policy, and depends only on records
-that never change. `fail_fast` also works without a restart policy, and it reads heartbeats, which change. The rule
+The end is an order in the log, and not a rule of `decide`. The function `decide` applies a restart policy to records
+that never change. In contrast, `fail_fast` also works without a policy, and it reads heartbeats, which change. The rule
 itself is `executors.status.fails_early`. The process that waits for a run uses the same rule.
 """
 

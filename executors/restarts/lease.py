@@ -41,7 +41,7 @@ from executors.store.url import impatient_store
 RENEW_S = 60.0
 AGAIN_S = 5.0  # the pause after a renewal that failed
 STARTS = "starts/"
-LATE = 2.5  # missed renewals after which another process may take a lease over
+LATE = 2.5  # renewals that must be missing before another process may take over a lease
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class LeaseHolder:
         self._ended.set()
 
     def release(self) -> None:
-        """Release the lease, so that the run continues on its own, unless another process renews it.
+        """Release the lease, so that the run continues on its own. Nothing happens if another process renews it.
 
         If the store fails, a warning is logged.
         """
@@ -143,7 +143,7 @@ class LeaseHolder:
             self._store.put(self._key, to_bytes(asdict(lease)))
 
     def _others_hold(self) -> bool:
-        """Return True if another process has released the lease, or still renews it."""
+        """Return True if another process has released the lease, or renews it now."""
         found = find_record(self._store, self._key, Lease.parse)
         if found is None or found.holder == self._holder:
             self._others = None
@@ -270,9 +270,9 @@ def with_lease(spec: RunSpec, lease_s: float | None, *, detach: bool) -> RunSpec
 
 
 def was_start_abandoned(store: Store, run_id: str, now: float) -> bool:
-    """Return True if a launch, resume or addition of a run ended before all its replicas were started.
+    """Return True if a launch, resume or addition of a run ended before it had started all its replicas.
 
-    An attached run whose lease has ended counts as well: its launcher starts nothing any more.
+    An attached run whose lease has expired counts as well, because its launcher no longer starts anything.
 
     Args:
         store: the run's store.
@@ -294,10 +294,10 @@ def was_start_abandoned(store: Store, run_id: str, now: float) -> bool:
 
 
 def has_lease_ended(store: Store, run_id: str, now: float) -> bool:
-    """Return True if an attached run has a lease that no process renews any more.
+    """Return True if an attached run has a lease, and no process renews it now.
 
-    On the machine of the last holder, the end of the holder's process is enough. On another machine the lease must be
-    so old that its containers end: until then, a launcher whose store had an outage may still continue.
+    If the last holder was on this machine, it is enough that its process has ended. Otherwise the lease must be so old
+    that its containers end. Until then, a launcher whose store had an outage may still continue.
 
     Args:
         store: the run's store.
@@ -348,14 +348,14 @@ def _released() -> Lease:
 
 
 def new_lease(store: Store, spec: RunSpec, *, yields: bool = False) -> LeaseHolder | None:
-    """Return what renews the lease of containers that are about to be started; None if they need none.
+    """Return the holder of a new lease for containers that are started next. None if they need no lease.
 
-    It renews nothing before its `start` is called.
+    The holder renews nothing until its `start` is called.
 
     Args:
         store: the run's store.
         spec: the values that start the containers.
-        yields: True if it leaves the lease alone while another process renews it. Default: False.
+        yields: True: do not renew the lease while another process renews it. Default: False.
 
     Example:
         lease = new_lease(store, spec)

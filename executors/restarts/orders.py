@@ -1,4 +1,4 @@
-"""Orders: the entries that a user adds to the log of decisions, which are cancel, stop, resume and a new policy."""
+"""Orders: entries that the user adds to the decision log. These are cancel, stop, resume and a new policy."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ASKED = "asked"
 def order_cancel(log: DecisionLog, ranks: Sequence[int] | None, words: str = BY_USER) -> None:
     """Add a cancel, which blocks ranks until a user resumes them.
 
-    The cancel is added even if an order blocks the ranks already, because a resume that this process has not seen may
-    have come since.
+    The cancel is added even if the ranks are already blocked. Another process may have resumed them since the last
+    read.
 
     Args:
         log: the log of the run.
@@ -55,13 +55,13 @@ def abandon_run(store: Store, run_id: str, world_size: int, error: BaseException
             Attempt(store, run_id, rank).abandon(error)
         order_cancel(
             DecisionLog(store, run_id), None, launch_failed_message(error)
-        )  # else a controller would restart ranks
+        )  # otherwise a controller would restart ranks
 
 
 def order_stop(log: DecisionLog, within_s: float) -> Decision:
     """Add a stop, which asks all replicas to end by themselves within some seconds.
 
-    A stop never gives more time than the stop before it, because supervisors may already act on that one.
+    A stop never gives more time than an earlier stop, because supervisors may already act on the earlier one.
 
     Args:
         log: the log of the run.
@@ -91,7 +91,7 @@ def order_resume(log: DecisionLog, start: Mapping[int, int], n_seen: int) -> Dec
     """Add a resume, which starts attempts with new budgets. A stop or cancel since the ranks were chosen forbids it.
 
     Args:
-        log: the log of the run.
+        start: the number of the attempt to start, by rank.
         start: the numbers of the attempts, by rank.
         n_seen: the number of entries of the log when the ranks were chosen.
 
@@ -112,7 +112,9 @@ def order_resume(log: DecisionLog, start: Mapping[int, int], n_seen: int) -> Dec
 
 
 def take_back_resume(log: DecisionLog, start: Mapping[int, int], why: str) -> None:
-    """Give up the ranks of a failed resume whose attempts have not begun, so that no process waits for them.
+    """Give up the ranks of a failed resume whose attempts have not begun.
+
+    Otherwise other processes would wait for them.
 
     Args:
         log: the log of the run.
@@ -143,7 +145,7 @@ def order_policy(
     *,
     totals: Mapping[str, int] | None = None,
 ) -> None:
-    """Add a policy: rules that are in force from now on. Nothing is added if the last policy has the same rules.
+    """Add a policy that is in force from now on. Nothing is added if the last policy in the log is the same.
 
     Args:
         log: the log of the run.

@@ -1,4 +1,4 @@
-"""The state of each replica that has ended, for users: final, or waiting for a restart, by the log of decisions."""
+"""Tells users what follows the end of each replica: nothing, or a restart. The answer comes from the decision log."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from executors.store.run_key import find_key
 from executors.store.url import is_near
 from executors.task.record import RunRecord
 
-OVERDUE_S = 15.0  # a living supervisor has decided on an end, and started the next attempt, after this time
+OVERDUE_S = 15.0  # a live supervisor needs at most this time to decide on an end and to start the next attempt
 SHOWN = ("kind", "why", "reason", "words", "start", "charged", "strikes", "not_before", "at", "by")
 RESUME_S = 60.0  # the longest time from the entry of a resume to the claim of its replicas
-CLOCKS_S = 60.0  # a time further in the future shows that a clock is wrong, here or at its writer
+CLOCKS_S = 60.0  # a time that is further in the future shows that a clock is wrong, on this machine or on the writer's
 
 
 class RestartView:
-    """Reads the log of decisions of one run, and adds to the state of each replica what follows its end.
+    """Reads the decision log of one run, and adds to the state of each ended replica what follows its end.
 
     Args:
         store: the store of the run.
         run_id: the id of the run.
         record: the record of the run.
-        has_live_controller: returns True if the supervisor of a rank that ended is alive. It is called only when a
+        has_live_controller: returns True if the supervisor of a given ended rank is alive. It is called only if a
             decision is overdue.
-        has_ended: returns True if a rank shows that the run ended with its launcher. It is called only where an
+        has_ended: returns True if a given rank shows that its run ended with its launcher. It is called only if an
             attached run waits for a decision.
         reference: returns the name that finds a run again from this machine, given its id and the url of its store.
             Default: its id.
@@ -74,10 +74,10 @@ class RestartView:
         return tuple(self._log.entries)
 
     def with_restarts(self, states: Sequence[ReplicaState], ends: Mapping[int, Outcome]) -> list[ReplicaState]:
-        """Return the states of replicas with their restarts: pending if another attempt follows an ended one.
+        """Return the states of replicas. A replica that has ended is pending if another attempt follows.
 
-        At a far store the log is read only after a replica has failed or was started again. Before, it is usually
-        empty, and a read would cost a request at each look.
+        In a bucket, the log is read only after a replica has failed or was restarted. Before that it is usually empty,
+        and each read would cost a request.
 
         Args:
             states: the states without the log.
@@ -100,7 +100,7 @@ class RestartView:
     def about_to_start(self, newest: Mapping[int, int]) -> list[int]:
         """Read the log, and return the ranks whose next attempt a resume is about to start.
 
-        The states of a run do not show this for ranks that have succeeded, and that an extension of the run starts
+        The states of the run do not show this for ranks that have succeeded and that an extension of the run starts
         again.
 
         Args:
@@ -119,7 +119,7 @@ class RestartView:
         ]
 
     def share_log(self, log: DecisionLog) -> None:
-        """Exchange the entries that were read with another log of the run, so that none is read twice.
+        """Share the entries with another log object of the same run, so that each entry is read once.
 
         Args:
             log: the other log, as of a controller in this process.
@@ -184,7 +184,7 @@ class RestartView:
         if answer is not None and answer.kind in ("give_up", "stop"):
             note = describe_wait(log, log.index(answer), self._launched, now)
             return replace(state, restart=replace(known, note=note, is_permanent=answer.why in PERMANENT))
-        # A decided restart that an order cancelled shows as the cancelled attempt, as a living supervisor records it.
+        # If an order cancelled a decided restart, it is shown as a cancelled attempt, as a live supervisor records it.
         if order is not None and answer is not None:
             number, error = answer.start[state.rank], f"Replica {state.rank} was ended: {stop_reason(order)}."
             gone = Outcome(state.rank, number, ReplicaStatus.CANCELLED, "cancelled", error=error, finished_at=order.at)
@@ -210,8 +210,8 @@ class RestartView:
             return replace(state, restart=replace(known, note=note, is_permanent=expected.why in PERMANENT))
         if self._is_left(end.rank):  # the supervisor and the launcher have ended, so no process can start a restart
             return replace(state, restart=replace(known, note=self._note_of_end))
-        # A lost rank of a detached run has lost its supervisor with it. So no process is left that decides, and the
-        # note says so at once, without the time that a supervisor gets.
+        # The supervisor of a lost rank has ended with its machine. In a detached run no other process decides. So the
+        # note appears at once, without the time that a supervisor gets.
         is_left = end.reason == "lost" and self._record.settings.detach
         is_early = not is_left and _is_within(OVERDUE_S, end.finished_at, now)
         return _awaiting(state, known, self._note_of_wait(end.rank, f"ended: {expected.words}", is_early))
@@ -235,8 +235,8 @@ class RestartView:
     ) -> Decision | None:
         """Return the entry that a controller will add for an end without a decision.
 
-        This process may not have seen all progress of the run. So it computes the entry with and without progress, and
-        returns a give_up only if both computations give one.
+        This process may not have seen all progress of the run. So it computes the entry twice, with and without
+        progress. It returns a give_up only if both computations give one.
         """
         others = [other for other in ends if other.rank != end.rank]
         found = []
@@ -273,7 +273,7 @@ def was_stopped(log: Sequence[Decision], outcome: Outcome) -> bool:
 
 
 def was_removed(log: Sequence[Decision], outcome: Outcome) -> bool:
-    """Return True if a user has cancelled this rank and not the run, so that the others continue without it.
+    """Return True if the user has cancelled this rank but not the run, so that the other ranks continue without it.
 
     Args:
         log: the decisions on the run.
@@ -290,7 +290,7 @@ def was_removed(log: Sequence[Decision], outcome: Outcome) -> bool:
 
 
 def counted(log: Sequence[Decision], outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the outcomes that decide the status of a run.
+    """Return the outcomes that count for the status of a run.
 
     If any replica succeeded, ranks that a user has removed do not count.
 

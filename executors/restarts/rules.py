@@ -14,15 +14,17 @@ from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.decision_log import Decision, decision_on, is_blocked
 from executors.settings.policy import Restarts
 
-LAST_CALL_S = 1.0  # before any progress, a decision on an own failure waits so long for the ends of other ranks
+# Before any progress, the decision on a replica's own failure waits this long, so that failures of other ranks are
+# seen.
+LAST_CALL_S = 1.0
 OWN_REASONS = ("exception", "no_result", "result_not_serializable", "start_failed")
-MOST_REFUSED = 120  # refused starts in a row, in about two hours; a shortage of machines may last that long
+MOST_REFUSED = 120  # refused starts in a row. They take about two hours, and a shortage of machines may last that long
 OWN_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Facts on a run that `decide` needs in addition to the log and the ended attempt."""
+    """Facts about a run that `decide` needs in addition to the log and the ended attempt."""
 
     run_id: str
     world_size: int
@@ -66,7 +68,7 @@ def decide(
     """
     if end.status is not ReplicaStatus.FAILED or end.reason == "fenced":
         return None
-    # If a service refuses the first attempt of a launch, the launch itself has raised an error.
+    # If a service refuses the first attempt, `launch` has raised an error already.
     if not policy.answers(end.reason, was_refused=end.was_refused and end.attempt > 0):
         return None
     if is_blocked(log, end.rank) or decision_on(log, end.rank, end.attempt) is not None:
@@ -151,7 +153,7 @@ def made_progress(log: Sequence[Decision], end: Outcome, ends: Sequence[Outcome]
 def too_few_left(log: Sequence[Decision], ends: Iterable[Outcome], n: int, min_replicas: int | None) -> bool:
     """Return True if fewer than `min_replicas` of `n` ranks can still succeed, and no order has ended the run.
 
-    Ranks that a user ended before the last resume do not count, because that user chose which ranks to resume.
+    Ranks that the user ended before the last resume do not count, because the user chose not to resume them.
 
     Args:
         log: the entries of the log.
@@ -216,7 +218,10 @@ def _recent(charged: Sequence[Decision], policy: Restarts, now: float) -> Sequen
 
 
 def _others(log: Sequence[Decision], ends: Sequence[Outcome], facts: RunFacts) -> dict[int, int]:
-    """Return the attempts of other ranks that start together with this one. Ranks that have ended for good are left."""
+    """Return the attempts of other ranks that started together with this one.
+
+    Ranks that have ended for good are not included.
+    """
     over: set[int] = set()
     decided: dict[int, int] = {}
     for entry in log:
@@ -232,7 +237,10 @@ def _others(log: Sequence[Decision], ends: Sequence[Outcome], facts: RunFacts) -
 
 
 def _backoff_s(log: Sequence[Decision], rank: int, policy: Restarts, is_free: bool) -> float:
-    """Return the wait after attempts without progress, which doubles with each. The first free end has no wait."""
+    """Return the seconds to wait before the restart.
+
+    They double with each attempt without progress. The first free restart has no wait.
+    """
     idle = 0 if is_free else 1
     for entry in reversed(log):
         if entry.rank == rank and entry.kind == "restart":
@@ -250,7 +258,9 @@ def _ended(answer: Decision, kind: str, why: str) -> Decision:
 
 
 def _spread(run_id: str, end: Outcome) -> float:
-    """Return a share of the wait from 0.5 to 1, so that ranks that ended together do not all start together."""
+    """Return a random factor from 0.5 to 1 for the wait, so that ranks that ended together are not restarted
+    together.
+    """
     digest = hashlib.sha256(f"{run_id}/{end.rank}/{end.attempt}".encode()).digest()
     return 0.5 + int.from_bytes(digest[:4], "big") / 2**33
 

@@ -1,4 +1,4 @@
-"""Restart decisions for the ranks of one supervisor, and the orders that block these ranks."""
+"""Makes restart decisions for the ranks of one supervisor, and reads the orders that block these ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from executors.settings.run_spec import RunSpec
 from executors.store import Store
 
 READ_LOG_S = 10.0  # between two reads of the log
-READ_TURN_S = 1.0  # the longest time that reads may take before the supervisor looks after its ranks again
+READ_TURN_S = 1.0  # the longest time for reads before the supervisor continues its other work
 PAUSE_S = 1.0  # between two tries to read the log or to record an end
 NEVER = float("inf")
 
@@ -27,13 +27,13 @@ NEVER = float("inf")
 # More than 20 methods: it has two callers. The supervisor notes starts, claims and ends here, and asks for orders. The
 # controller uses it as the starter of attempts. Both sides need the newest attempts and their ends, which it holds.
 class RestartSession:
-    """Decides what follows each ended attempt of a supervisor's ranks, and starts it. It is the starter "fork".
+    """Decides what follows each ended attempt of a supervisor's ranks, and starts the next attempts as forks.
 
     Args:
         spec: the run, with the ranks and the attempt that were launched.
         store: the store of the run.
         begin: begins an attempt of one of the ranks. The attempt may wait until another process may run.
-        cancelled: records that an attempt was cancelled, and why, and calls `note_end` with the outcome.
+        cancelled: records that an attempt was cancelled, with the reason, and calls `note_end` with the outcome.
         look_s: the seconds between two reads of the log while an attempt waits for its start.
         patience: returns how long to wait for a store that fails if the supervisor has nothing else to do.
         waits: prints what the process waits for.
@@ -118,7 +118,9 @@ class RestartSession:
         self._ends.pop(attempt.rank, None)
 
     def note_claim(self, attempt: Attempt) -> None:
-        """Note the attempt that a rank's process has claimed: a later one if another process had claimed its own.
+        """Note the attempt that a rank's process has claimed.
+
+        It is a later one if another process had claimed the planned one.
 
         Args:
             attempt: the claimed attempt.
@@ -139,7 +141,7 @@ class RestartSession:
             self._keep_at = 0.0
 
     def read_log_soon(self) -> None:
-        """Read the log in the next `advance`, because another process has reported a new entry."""
+        """Read the log in the next call of `advance`, because another process has reported a new entry."""
         self._read_log_at = 0.0
 
     def retry_soon(self) -> None:
@@ -165,7 +167,7 @@ class RestartSession:
         self._has_progress |= has_progress
         try:
             snapshot = None if self._only_reads_orders else self._snapshot()
-            if not self._log.read_for(READ_TURN_S):  # a decision needs the whole log, so nothing is decided yet
+            if not self._log.read_for(READ_TURN_S):  # a decision needs the whole log, so this call decides nothing
                 self._read_log_at, self._keep_at = now, due_at
                 self._outage.end()
                 return False
@@ -205,12 +207,12 @@ class RestartSession:
         attempt = Attempt(self._store, self._spec.run_id, rank, entry.start[rank])
         with contextlib.suppress(StoreError):
             if attempt.has_begun():
-                return  # the process that has begun it ends it
+                return  # another process has begun the attempt, and will end it
             attempt.request_cancel(why)
         self._cancelled(attempt, why)
 
     def close(self, why: str | None = None) -> None:
-        """Decide nothing and begin nothing from now on, because this supervisor ends.
+        """Make no decision and begin no attempt from now on, because this supervisor ends.
 
         Args:
             why: the reason for which attempts that have not begun are cancelled. None: they are left to other
@@ -246,12 +248,12 @@ class RestartSession:
                 self._begin(Attempt(self._store, self._spec.run_id, rank, number))
 
     def leave(self, rank: int) -> None:
-        """Forget a rank, because another process has begun its next attempt."""
+        """Remove a rank from this supervisor, because another process has begun its next attempt."""
         self._newest.pop(rank, None)
         self._ends.pop(rank, None)
 
     def _snapshot(self) -> RunSnapshot:
-        """Return a snapshot of the run: this supervisor's own ranks from memory, the others from the store."""
+        """Return a snapshot of the run. This supervisor knows its own ranks, and the store has the others."""
         if not self._ends or self._newest.keys() >= {*range(self._spec.world_size)}:
             return RunSnapshot(dict(self._newest), dict(self._ends), self._has_progress)
         snapshot = RunSnapshot.of(self._store, self._spec.run_id, self._spec.world_size)
