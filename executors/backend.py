@@ -1,9 +1,10 @@
-"""The interface between the package and an executor.
+"""The interface `Backend`, through which the package uses an executor.
 
-`Backend` is the interface, and `PlainBackend` answers for any object with five verbs.
+`Backend` is the interface. `PlainBackend` implements it for any executor that has only the five methods of the
+protocol.
 
-Registry, launcher and attach are the border: they make a Backend of whatever a user gives. Code behind the border never
-asks which kind of executor it has. It asks the backend a question, such as `backend.starts_single_ranks`.
+The registry, the launcher and `attach` get an executor from the user, and make a Backend of it. All other code has a
+Backend, and never checks the type of an executor. It asks the backend instead, as with `backend.starts_single_ranks`.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ Recordable = Mapping[str, type | re.Pattern[str]]
 They say where replicas are and how large. An option that decides which code runs, or which secrets it gets, is not
 among them.
 """
-PLAIN_TIMEOUT_S = 3600  # the protocol's default, for executors that take no "no limit"
-PLAIN_ENTRYPOINT = "executors.worker.call"  # our worker, which a five-verb executor calls
+PLAIN_TIMEOUT_S = 3600  # the protocol's default timeout, because such executors cannot run without one
+PLAIN_ENTRYPOINT = "executors.worker.call"  # our worker's module, which these executors call as their entrypoint
 WITHOUT_OPTIONS: Recordable = MappingProxyType({})
 
 
 def no_progress(words: str) -> None:
-    """Report no progress: the default of `on_progress`.
+    """Do nothing. It is the default of `on_progress`.
 
     Args:
         words: the progress, in a few words.
@@ -64,7 +65,7 @@ class PendingReplica:
 
 @dataclass(frozen=True)
 class Observation:
-    """The state of a replica that has left no outcome, as its backend sees it."""
+    """The state of a replica without an outcome, as its backend reports it."""
 
     outcome: Outcome | None = None
     """How the replica ended. Its process or job is gone, and the backend has recorded this."""
@@ -89,7 +90,7 @@ class SupervisorStatus:
 
 @dataclass(frozen=True)
 class JobsOfRun:
-    """The jobs of one run that must be ended. Nothing here needs a store."""
+    """Names the jobs of one run that must be ended. It contains everything that is needed, so no store is asked."""
 
     run_id: str
     store_url: str | None = None
@@ -117,18 +118,18 @@ class EndedJobs:
 
     @property
     def is_complete(self) -> bool:
-        """True if the service has accepted to end every job that was asked for."""
+        """True if the service has accepted to end every job."""
         return not self.problems
 
     @property
     def what_is_left(self) -> str:
-        """Say what may still run and how to end it; empty if nothing does."""
+        """A sentence on jobs that may still run, with the commands that end them. Empty if all jobs were ended."""
         if not self.problems:
             return ""
         return f"These may still run: {'; '.join(self.problems)}. End them yourself: {self.commands}"
 
     def __add__(self, other: EndedJobs) -> EndedJobs:
-        """Join the answers of two services."""
+        """Return the answers of two services as one."""
         commands = "   ".join(filter(None, dict.fromkeys([self.commands, other.commands])))
         return EndedJobs(
             self.n_ended + other.n_ended, self.attempts | other.attempts, (*self.problems, *other.problems), commands
@@ -147,33 +148,33 @@ class JobsLeft:
     """The service's own commands that end them."""
 
 
-# More than 20 methods: it is the one interface between the package and a place where replicas run. With two, code would
-# ask again which of the two an executor is.
+# More than 20 methods: this is the only interface to an executor. With two interfaces, other code would have to check
+# which one an executor has.
 class Backend(ABC):
-    """The five verbs, and everything else that the package asks of an executor.
+    """The five methods of the protocol, and everything else that the package needs from an executor.
 
-    Our own executors inherit from it. Each of them implements the abstract members. The other members answer as a
-    backend that lacks the ability.
+    The executors of this package inherit from it and implement the abstract members. The other members have defaults
+    for a backend without the ability.
     """
 
     recordable_options: ClassVar[Recordable] = WITHOUT_OPTIONS
 
-    # --- questions that each backend answers
+    # --- members that each backend implements
 
     @property
     @abstractmethod
     def backend_name(self) -> str:
-        """The name by which records and users call the backend."""
+        """The name of the backend in records and for users."""
 
     @property
     @abstractmethod
     def supports_inter_replica_network(self) -> bool:
-        """True if replicas reach each other over the network."""
+        """True if replicas can connect to each other over the network."""
 
     @property
     @abstractmethod
     def needs_shared_rendezvous(self) -> bool | None:
-        """True if replicas see no directory of this machine. None: not known. Then the launch prints the directory."""
+        """True if replicas cannot see the directories of this machine. None: not known, so the launch prints a note."""
 
     @property
     @abstractmethod
@@ -183,23 +184,28 @@ class Backend(ABC):
     @property
     @abstractmethod
     def ships_code(self) -> bool:
-        """True if replicas get a package of the code. Otherwise they run the files of the folder they start in."""
+        """True if replicas get a package with the code.
 
-    # --- questions with the usual answer
+        Otherwise they use the files in the folder in which they start.
+        """
+
+    # --- members with a default
 
     @property
     def knows_attempts(self) -> bool:
         """True if the backend records each attempt before it starts it, and starts later attempts of a rank.
 
-        Otherwise it knows replicas only, each of which it starts once.
+        False: the backend starts each replica once, and has no attempts.
         """
         return True
 
     @property
     def starts_single_ranks(self) -> bool:
-        """True if the backend starts single ranks, beside other backends, and a supervisor restarts and watches them.
+        """True if the backend can start some ranks of a run, while other backends start the others.
 
-        Otherwise it starts all ranks of a run or none.
+        A supervisor watches and restarts each rank.
+
+        False: the backend starts all ranks of a run together.
         """
         return True
 
@@ -210,32 +216,35 @@ class Backend(ABC):
 
     @property
     def is_cancelled_at_exit(self) -> bool:
-        """True if only the launching process can end an attached run: at its exit, it cancels the replicas."""
+        """True if only the launching process can end an attached run. It cancels the replicas when it exits."""
         return False
 
     @property
     def has_launch_check(self) -> bool:
-        """True if `check_launch` asks the backend itself, so that a launch which passes is likely to start."""
+        """True if `check_launch` also asks the backend's service. A launch that passes is then likely to start."""
         return True
 
     @property
     def ends_jobs(self) -> bool:
-        """True if replicas are jobs of a service which `end_jobs` ends without asking the run's store."""
+        """True if replicas are jobs of a service, which `end_jobs` can end without the run's store."""
         return False
 
     @property
     def lease_s(self) -> float | None:
-        """How long replicas of an attached run continue while no process renews its lease. None: they need none."""
+        """The seconds that replicas of an attached run continue after the last renewal of its lease.
+
+        None: they have no lease.
+        """
         return None
 
     @property
     def default_timeout_s(self) -> float | None:
-        """The time limit, in seconds, of a launch that names none. None: no limit."""
+        """The default time limit of a launch in seconds. None: no limit."""
         return None
 
     @property
     def options_to_keep(self) -> Mapping[str, Any]:
-        """The options with which the executor was made. This machine notes them at a launch, as far as they are JSON.
+        """The options of the executor. At a launch, this machine notes those that JSON can express.
 
         A run that is followed or resumed later gets an executor with the same options.
         """
@@ -243,21 +252,24 @@ class Backend(ABC):
 
     @property
     def pip(self) -> Sequence[str]:
-        """The requirements that the user gave the executor. Empty: the workspace's files say them at the launch."""
+        """The requirements that the user gave to the executor.
+
+        Empty: they are read from files of the workspace at the launch.
+        """
         return ()
 
     @property
     def python_of_replicas(self) -> str | None:
-        """The minor version of Python that replicas run, as in "3.12". None: not known before they run."""
+        """The minor version of Python that replicas use, as in "3.12". None if it is not known before they run."""
         return None
 
     @property
     def log_advice(self) -> str:
-        """How to make the log of a replica readable on this machine, if that depends on the user; else empty."""
+        """Advice on how to make the log of a replica readable on this machine. Empty if the user cannot change that."""
         return ""
 
     def price_per_hour(self, gpu: str | None) -> float | None:
-        """Return what an hour of one replica costs in US dollars. None: the backend does not say.
+        """Return the price of one replica per hour in US dollars. None if the backend does not publish it.
 
         Args:
             gpu: the GPU of the replica. None: no GPU.
@@ -279,7 +291,7 @@ class Backend(ABC):
         return False
 
     def risks(self) -> Sequence[tuple[str, str]]:
-        """Return what may go wrong at the service although it is ready: pairs of a problem and an advice.
+        """Return the settings of the service that may harm a run: pairs of a problem and an advice.
 
         Example:
             for problem, advice in backend.risks(): print(problem, advice)
@@ -287,7 +299,9 @@ class Backend(ABC):
         return ()
 
     def installation_note(self, requirements: Sequence[str]) -> str:
-        """Return a sentence on a long installation in each container, and on what avoids it; empty if there is none.
+        """Return a sentence on a slow installation in each container, with advice on how to avoid it.
+
+        Empty if there is none.
 
         Args:
             requirements: the requirements of replicas.
@@ -298,9 +312,11 @@ class Backend(ABC):
         return ""
 
     def check_image(self) -> tuple[str, str] | None:
-        """Return what containers install before they run, and an advice on what avoids it. None: not known.
+        """Return a text on the packages that containers install before they run, and advice on how to avoid it.
 
-        The advice is empty if there is no long installation to avoid.
+        None: not known.
+
+        The advice is empty if the installation is short.
 
         Example:
             backend.check_image()
@@ -310,7 +326,7 @@ class Backend(ABC):
     # --- before a launch
 
     def warm_up(self) -> None:
-        """Begin what takes long and costs nothing, without waiting for it: a launch comes soon.
+        """Begin slow preparations that cost no money, and do not wait for them. A launch is expected soon.
 
         Example:
             backend.warm_up()
@@ -319,7 +335,7 @@ class Backend(ABC):
 
     @abstractmethod
     def check_launch(self, request: LaunchRequest) -> None:
-        """Refuse a launch that cannot work, before anything is written, started or paid for.
+        """Raise an error for a launch that cannot work, before anything is written, started or paid for.
 
         Args:
             request: the entrypoint, its arguments, and the settings `n`, `gpu`, `timeout` and `secrets`. A `timeout` of
@@ -359,7 +375,7 @@ class Backend(ABC):
         )
 
     def package(self, entrypoint: str | Callable[..., Any]) -> Package | None:
-        """Return what replicas need of this machine's code. None: the backend ships no code.
+        """Return the package with the code that replicas need. None if the backend ships no code.
 
         Args:
             entrypoint: the entrypoint of the launch.
@@ -371,7 +387,7 @@ class Backend(ABC):
 
     @abstractmethod
     def describe_start(self, start: StartSpec, requirements: Sequence[str] = ()) -> dict[str, Any]:
-        """Return what `start_ranks` would ask for, as JSON. Values of secrets and of the environment are masked.
+        """Return the request of `start_ranks` as JSON. Values of secrets and of environment variables are masked.
 
         Args:
             start: the run, which of its ranks, and what each replica gets.
@@ -381,14 +397,14 @@ class Backend(ABC):
             backend.describe_start(StartSpec(spec, "train.py:main", gpu="H100"))
         """
 
-    # --- starting ranks of a run that is written
+    # --- starting ranks of a run that has been written
 
     @abstractmethod
     def start_ranks(self, start: StartSpec, on_progress: Callable[[str], None] = no_progress) -> list[ReplicaHandle]:
         """Start attempts of some ranks of a run, whose record exists already.
 
-        `executors.run.start_attempts` is the only caller that starts replicas of a launch, a resume, an addition or a
-        restart. It holds the lease and undoes a start that fails.
+        `executors.run.start_attempts` calls it for each launch, resume, addition and restart. It also holds the lease,
+        and undoes a start that fails.
 
         Args:
             start: the run, which of its ranks, which attempt, and what each replica gets.
@@ -396,8 +412,8 @@ class Backend(ABC):
                 is reported.
 
         Returns:
-            The handles in the order of the ranks. Attempts that another process began first are left out, and left
-            alone.
+            The handles in the order of the ranks. Attempts that another process has claimed are not included, and not
+            changed.
 
         Raises:
             LaunchError: a replica could not be started. Those that were started have been ended.
@@ -406,7 +422,7 @@ class Backend(ABC):
             backend.start_ranks(StartSpec(spec, "train.py:main"))
         """
 
-    # --- the five verbs
+    # --- the five methods of the protocol
 
     @abstractmethod
     def launch_replicas(
@@ -422,28 +438,30 @@ class Backend(ABC):
 
     @abstractmethod
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
-        """Return the replica's `ReplicaStatus`, at once; see `ServerlessExecutor.poll`."""
+        """Return the replica's `ReplicaStatus` without waiting; see `ServerlessExecutor.poll`."""
 
     @abstractmethod
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
-        """Return the last lines of the replica's output, at once; see `ServerlessExecutor.stream_logs`."""
+        """Return the last lines of the replica's output without waiting; see `ServerlessExecutor.stream_logs`."""
 
     @abstractmethod
     def cancel(self, handle: ReplicaHandle) -> None:
-        """End a replica and its helpers; see `ServerlessExecutor.cancel`."""
+        """End a replica and its child processes; see `ServerlessExecutor.cancel`."""
 
     @abstractmethod
     def collect(self, handles: list[ReplicaHandle], *, timeout: float | None = None) -> list[dict[str, Any]]:
-        """Wait until all have ended, and return how each ended; see `ServerlessExecutor.collect`."""
+        """Wait until all replicas have ended, and return their outcomes as dictionaries; see
+        `ServerlessExecutor.collect`.
+        """
 
     # --- replicas that were started
 
     @abstractmethod
     def observe(self, replicas: Sequence[PendingReplica]) -> list[Observation]:
-        """Return what the backend sees of several replicas, in their order.
+        """Return the backend's observations of several replicas, in their order.
 
-        The first process that finds a replica gone records its outcome. The caller has looked at the store, so the
-        store is asked about a replica only if that is gone.
+        The first process that finds that a replica has gone records its outcome. The caller has just read the store. So
+        the backend reads the store only for replicas that have gone.
 
         Args:
             replicas: those that have left no outcome.
@@ -458,7 +476,7 @@ class Backend(ABC):
 
     @abstractmethod
     def supervisors(self, replicas: Sequence[PendingReplica]) -> list[SupervisorStatus]:
-        """Return the state of what supervised replicas that have ended, in the order of the replicas.
+        """Return the state of the supervisors of replicas that have ended, in the order of the replicas.
 
         A supervisor counts as alive if the backend cannot find out, or not now.
 
@@ -476,7 +494,7 @@ class Backend(ABC):
 
     @abstractmethod
     def open_log(self, handle: ReplicaHandle) -> Log:
-        """Return the log of the attempt that a handle names, and of no later one.
+        """Return the log of exactly the attempt that a handle names.
 
         Args:
             handle: the handle of the attempt.
@@ -486,7 +504,7 @@ class Backend(ABC):
         """
 
     def find_handle(self, handle: ReplicaHandle, *, insists: bool = False) -> ReplicaHandle | None:
-        """Find a replica whose launcher announced it, and died before it wrote the whole handle.
+        """Find a replica whose launcher wrote an intent, and died before it wrote the handle.
 
         Args:
             handle: a handle that has nothing but `store_url`, `run_id` and `attempt`.
@@ -504,16 +522,17 @@ class Backend(ABC):
     # --- ending and removing
 
     def end_jobs(self, run: JobsOfRun, on_progress: Callable[[str], None] = lambda words: None) -> EndedJobs:
-        """End the jobs of a run that this process started, that this machine noted, and that the service lists.
+        """End the jobs of a run: jobs that this process started, jobs in this machine's notes, and jobs that the
+        service lists.
 
-        Starts of this run that are under way in this process are given up as well. The store is not asked.
+        Starts of this run that this process has begun are given up as well. The store is not asked.
 
         Args:
             run: the run, and which of its jobs.
             on_progress: gets a sentence if the service takes longer than a minute: what still runs, and how to end it.
 
         Returns:
-            How many jobs were ended, and which may still run, with the commands that end them.
+            The number of ended jobs, and the jobs that may still run, with the commands that end them.
 
         Example:
             backend.end_jobs(JobsOfRun("brave-otter-7f3a")).what_is_left
@@ -521,7 +540,7 @@ class Backend(ABC):
         return EndedJobs()
 
     def commands_to_end(self, run_id: str) -> str:
-        """Return the service's own commands that list and end the jobs of a run; empty without a service.
+        """Return the service's own commands that list and end the jobs of a run. Empty if there is no service.
 
         Example:
             backend.commands_to_end("brave-otter-7f3a")  # "hf jobs ls --label replicas-run=brave-otter-7f3a; …"
@@ -529,7 +548,7 @@ class Backend(ABC):
         return ""
 
     def jobs_left(self, run: JobsOfRun) -> JobsLeft:
-        """Return the jobs of a run that have not ended; nothing is ended. The store is not asked.
+        """Return the jobs of a run that have not ended. This ends nothing, and does not ask the store.
 
         Args:
             run: the run. Its `ranks` and `over` do not count: all jobs are listed.
@@ -543,7 +562,7 @@ class Backend(ABC):
         return JobsLeft(0, self.backend_name, "")
 
     def remove_files(self, store_url: str, run_id: str, launched_at: float) -> None:
-        """Delete what an ended run left elsewhere than in its store and in the directory of runs.
+        """Delete files of an ended run that are neither in its store nor in the directory of runs.
 
         Args:
             store_url: the store of the run.
@@ -556,7 +575,7 @@ class Backend(ABC):
         return
 
     def withdraw_jobs(self, store_url: str, run_id: str, launched_at: float) -> int:
-        """Delete the jobs of an ended run that a queue still holds and may start again; return how many.
+        """Delete the jobs of an ended run that wait in a queue and could start again. Return their number.
 
         Args:
             store_url: the store of the run.
@@ -572,12 +591,12 @@ class Backend(ABC):
         return 0
 
 
-# More than 20 methods: it answers every question of a Backend for an executor that answers five.
+# More than 20 methods: it implements the whole interface of a Backend for an executor with five methods.
 class PlainBackend(Backend):
-    """The backend of an executor that has the five verbs alone.
+    """The backend of an executor that has only the five methods of the protocol.
 
-    Its replicas call our worker, which finds the run by its address. The executor may have some of a backend's
-    abilities all the same, such as `options_to_keep` or `price_per_hour`: those are asked.
+    Its replicas call our worker, which finds the run by its address. The executor may also have other members of a
+    Backend, such as `options_to_keep` or `price_per_hour`. These are used if they exist.
 
     Args:
         executor: the executor, which need not import anything of this package.
@@ -645,7 +664,7 @@ class PlainBackend(Backend):
         return str(self.executor.installation_note(requirements)) if self._has("installation_note") else ""
 
     def check_launch(self, request: LaunchRequest) -> None:
-        """Check the entrypoint, as far as that shows without running it; the executor checks nothing."""
+        """Check the entrypoint without running it. The executor itself checks nothing."""
         if isinstance(request.entrypoint, str):
             check_entrypoint(request.entrypoint, split_rank_env(request.args or {})[0])
 
@@ -660,9 +679,9 @@ class PlainBackend(Backend):
         }
 
     def start_ranks(self, start: StartSpec, on_progress: Callable[[str], None] = no_progress) -> list[ReplicaHandle]:
-        """Start all replicas of a run, and leave their handles in its store.
+        """Start all replicas of a run, and write their handles into its store.
 
-        The executor returns handles of a type of its own, in rank order. They are left if they are `ReplicaHandle`.
+        The executor returns handles in rank order. Only handles of the type `ReplicaHandle` are written.
         """
         handles: list[Any] = self.executor.launch_replicas(**self.describe_start(start))
         try:
@@ -670,7 +689,7 @@ class PlainBackend(Backend):
             for rank, handle in zip(start.ranks, handles, strict=False):
                 if isinstance(handle, ReplicaHandle):
                     Attempt(store, start.spec.run_id, rank).create(HANDLE, handle.to_json().encode(), replaces=True)
-        except BaseException:  # no other process knows of them, and each costs until its limit
+        except BaseException:  # no other process knows these replicas, and each costs money until its time limit
             for handle in handles:
                 with contextlib.suppress(Exception):
                     self.executor.cancel(handle)
@@ -678,7 +697,7 @@ class PlainBackend(Backend):
         return handles
 
     def launch_replicas(self, *asked: Any, **more: Any) -> list[ReplicaHandle]:
-        """Let the executor start replicas, which belong to no run of this package."""
+        """Let the executor start replicas outside of any run."""
         started: list[ReplicaHandle] = self.executor.launch_replicas(*asked, **more)
         return started
 
@@ -700,7 +719,7 @@ class PlainBackend(Backend):
         return rows
 
     def observe(self, replicas: Sequence[PendingReplica]) -> list[Observation]:
-        """Return what `poll` reports of each replica. Its outcome, if it has none, is the caller's to record."""
+        """Return what `poll` reports of each replica. The caller records missing outcomes."""
 
         def ask(replica: PendingReplica) -> Observation:
             return Observation(status=as_status(self.executor.poll(replica.handle)))
@@ -708,11 +727,13 @@ class PlainBackend(Backend):
         return [*map(ask, replicas)] if self._store is None else at_store(self._store, ask, replicas)
 
     def supervisors(self, replicas: Sequence[PendingReplica]) -> list[SupervisorStatus]:
-        """Return that all are alive: five verbs do not say more, and nothing restarts these replicas."""
+        """Return that all supervisors are alive, because the protocol cannot report it, and nothing restarts these
+        replicas.
+        """
         return [SupervisorStatus(is_alive=True)] * len(replicas)
 
     def open_log(self, handle: ReplicaHandle) -> Log:
-        """Return the log of the replica, which has all attempts. It asks the executor for the last lines."""
+        """Return the log of the replica, with all its attempts. It reads the last lines from the executor."""
         return TailedLog(lambda n_lines: self.stream_logs(handle, n_lines=n_lines))
 
     def end_jobs(self, run: JobsOfRun, on_progress: Callable[[str], None] = lambda words: None) -> EndedJobs:
@@ -720,11 +741,11 @@ class PlainBackend(Backend):
         return self.executor.end_jobs(run, on_progress) if self.ends_jobs else EndedJobs()
 
     def commands_to_end(self, run_id: str) -> str:
-        """Return the commands that end the jobs of a run, if the executor knows such."""
+        """Return the commands that end the jobs of a run, if the executor has any."""
         return str(self.executor.commands_to_end(run_id)) if self.ends_jobs else ""
 
     def jobs_left(self, run: JobsOfRun) -> JobsLeft:
-        """Return the jobs that have not ended, if the executor can list them; else none."""
+        """Return the jobs that have not ended. Empty if the executor cannot list them."""
         found: JobsLeft = self.executor.jobs_left(run) if self._has("jobs_left") else super().jobs_left(run)
         return found
 
@@ -734,12 +755,12 @@ class PlainBackend(Backend):
             self.executor.remove_files(store_url, run_id, launched_at)
 
     def withdraw_jobs(self, store_url: str, run_id: str, launched_at: float) -> int:
-        """Delete the jobs that a queue still holds, if the executor can; return how many."""
+        """Delete the jobs that wait in a queue, if the executor can. Return their number."""
         return int(self.executor.withdraw_jobs(store_url, run_id, launched_at)) if self._has("withdraw_jobs") else 0
 
 
 def as_backend(executor: ServerlessExecutor, store: Store | None = None) -> Backend:
-    """Return the backend of an executor: the executor itself, or what answers for an object with five verbs.
+    """Return the backend of an executor. It is the executor itself, or a `PlainBackend` around it.
 
     Args:
         executor: an executor that a user gives.

@@ -167,7 +167,7 @@ def _http() -> Any:
 
 @contextlib.contextmanager
 def translated_errors(may_have_acted: bool = False) -> Iterator[None]:
-    """Turn errors of the SDK into JobServiceError. A `JobNotFoundError` passes if the Hub itself sent it.
+    """Turn errors of the SDK into JobServiceError. A `JobNotFoundError` of the Hub itself is passed on unchanged.
 
     Args:
         may_have_acted: True if the service may have acted when its answer is lost. Default False.
@@ -215,9 +215,9 @@ def translated_errors(may_have_acted: bool = False) -> Iterator[None]:
 
 
 def _pause_s(headers: Mapping[str, str]) -> float:
-    """Return the pause that the service asks for: until the end of its rate-limit window, or else `Retry-After`.
+    """Return the pause for which the service asks: the rest of its rate-limit window, otherwise `Retry-After`.
 
-    Every answer describes the window. It is the reason for a refusal only if no request is left in it.
+    Every answer describes the window. But the window is only the reason for a refusal if it has no requests left.
     """
     window = utils.parse_ratelimit_headers(headers)
     if window and window.remaining == 0:

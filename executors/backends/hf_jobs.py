@@ -54,7 +54,8 @@ TIMEOUT = "Job timeout"  # the whole message; in longer messages the word is abo
 WORDS: dict[str, Reason] = {"oomkilled": "oom", "evicted": "preempted", "preempt": "preempted"}
 """Parts of the message on a failed job, each with its meaning."""
 EXIT_CODE = re.compile(r"exit(?:ed)?(?: with)?(?: code| status)?[ :=]+(-?\d+)", re.IGNORECASE)
-# Only Docker's own images are read from a record. Another image, which a stranger wrote there, would get our secrets.
+# A record may only name an image of Docker itself. Other users may write the record, and the image would get our
+# secrets.
 PYTHON_IMAGE = re.compile(r"python:3\.\d{1,2}")
 LABEL = re.compile(r"[A-Za-z0-9_-]{1,100}")
 OUR_LABELS = "replicas-"
@@ -62,13 +63,13 @@ CPU_FLAVOR = "cpu-basic"
 UNITS_PER_HOUR = {"second": 3600, "minute": 60, "hour": 1}
 
 
-# More than 20 methods: it makes every call of a JobService.
+# More than 20 methods: it implements every call of a JobService.
 @dataclass(eq=False, kw_only=True)
 class HFJobs(JobService):
     """The jobs of one namespace. `HFJobsExecutor` describes the fields.
 
-    The class has more than 20 methods. Each is one call of `JobService`, or a question to the account that is asked
-    once and kept: the user, the hardware and the client.
+    The class has more than 20 methods. Each is one call of `JobService`, or a question about the account whose answer
+    is kept: the user, the hardware and the client.
 
     Raises:
         MissingDependencyError: huggingface_hub is not installed, or too old.

@@ -67,7 +67,9 @@ class InlineExecutor(Backend):
     starts_single_ranks = False
 
     def check_launch(self, request: LaunchRequest) -> None:
-        """Refuse a launch that cannot work, before anything is written or called; see `Backend.check_launch`."""
+        """Raise an error for a launch that cannot work, before anything is written or called; see
+        `Backend.check_launch`.
+        """
         settings = request.settings
         if settings.n != 1:
             raise ValueError(

@@ -1,1 +1,4 @@
-"""The parts that all backends over a service share: a service runs a command as a job, in a cloud or on a cluster."""
+"""The common code of all backends that run replicas as jobs of a service.
+
+A job is one command that the service runs. The service is a cloud or a cluster.
+"""

@@ -1,7 +1,7 @@
 """JobExecutor: an executor over any service that runs jobs. Each replica is one job.
 
-The store has the state of a replica: its outcome if it has ended, and its claim if it has started. If a replica has no
-outcome, the service is asked whether the job still runs. The first process that finds the job gone records an outcome.
+The store knows the state of a replica from its outcome or its claim. If a replica has no outcome, the service is asked
+whether its job still runs. The first process that finds that the job has ended records an outcome.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from executors.task.record import find_run_record
 from executors.task.stored import read_task
 
 DEFAULT_TIMEOUT_S = 3600
-MARGIN_S = 120  # added to the service's limit, so that the code can be fetched and the replica can end by itself
+MARGIN_S = 120  # is added to the service's limit, so that the code can be fetched and the replica can end by itself
 HEAD_START_S = 5.0  # how long the store may take to write a cancel marker before the service ends the job
 STORE_S = 20.0  # how long the store may take to write the marker after that
 INSTALL_S = 900  # added to the service's limit for packages, because the time limit counts from the entrypoint's start
@@ -109,7 +109,7 @@ def options_of(
     return with_options
 
 
-# More than 20 methods: it answers every question of a Backend.
+# More than 20 methods: it implements the whole interface of a Backend.
 class JobExecutor(Backend):
     """An executor over a JobService. A subclass adds a name and a constructor.
 
@@ -342,7 +342,7 @@ class JobExecutor(Backend):
         """Return the log of the job that runs one attempt; see `Backend.open_log`."""
         attempt = Attempt.from_handle(handle, self.backend_name)
         job_id = retrying()(self._job_of, JobReplica.of(attempt, handle))
-        if job_id is None:  # the service never had it
+        if job_id is None:  # the service has never had this job
             return TailedLog(lambda n_lines: "")
         return RetryingLog(self.service.open_log(job_id), f"rank {attempt.rank}")
 
@@ -399,7 +399,8 @@ class JobExecutor(Backend):
             commands = self.service.commands_to_end(attempt.run_id, [replica.job] if replica.job else [])
             raise JobServiceError(f"{error} End it yourself: {commands}", error.kind) from error
         attempt.request_cancel()
-        if job_id is None:  # the launcher died before the service had the job; a late job finds the outcome and ends
+        # The launcher died before it started the job; a job that starts later finds the outcome and ends.
+        if job_id is None:
             attempt.record(attempt.new_outcome(ReplicaStatus.CANCELLED, "cancelled"))
             return None
         return replica, job_id
@@ -557,7 +558,7 @@ class JobExecutor(Backend):
         found = self._handle(attempt, jobs[0], timeout_s=self._timeout_s(timeout_s), launched_at=launched_at)
         if attempt.create(HANDLE, found.to_json().encode()):
             return found
-        return attempt.handle(self.backend_name) or found  # the launcher lives, and has written its own handle
+        return attempt.handle(self.backend_name) or found  # the launcher is alive, and has written the handle itself
 
     def _find(self, handle: ReplicaHandle) -> JobReplica:
         """Find a replica. If its newest attempt has no handle yet, the service is asked for the job."""

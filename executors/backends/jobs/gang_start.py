@@ -1,6 +1,7 @@
 """GangStart starts the replicas of a run as jobs of a service: all of them, or at least `min_replicas`.
 
-`JobStarter` starts each job at most once. This file waits until enough have come, and ends them all otherwise.
+`JobStarter` starts each job at most once. This file waits until enough jobs have started. If too few start, it ends all
+of them.
 
 A launch skips attempts that another launcher has begun. If it failed instead, it would end the jobs that it has
 started. So two processes that resume a run at the same time could each end the jobs of the other.
@@ -107,8 +108,8 @@ class GangStart:
     def run(self) -> list[ReplicaHandle]:
         """Start all jobs at the same time, and return the handles in the order of the jobs.
 
-        Handles of attempts that another launcher has begun are left out. With `min_replicas`, handles of late jobs are
-        left out, too. Late jobs join later, unless the launch is detached.
+        Handles of attempts that another launcher has claimed are not included. With `min_replicas`, handles of late
+        jobs are not included either. Late jobs join the run later, unless the launch is detached.
 
         Raises:
             LaunchError: too few jobs could be started. The others were ended, or never begun.
@@ -203,7 +204,7 @@ class GangStart:
     # With fewer replicas than the run has ranks
 
     def _go_on_without(self, failed: Sequence[JobStart], late: Sequence[JobStart]) -> None:
-        """Give up the ranks that failed. Late ranks may join as long as this process lives."""
+        """Give up the ranks whose start failed. Late ranks may join as long as this process runs."""
         n, n_came = len(self._starts), len(self._starts) - len(failed) - len(late)
         for start in failed:
             _print(start.problem)
@@ -251,7 +252,7 @@ class GangStart:
                 if not start.has_come:
                     attempt = replace(start.attempt, store=impatient_store(self._run.store_url, CLOSE_S))
                     attempt.abandon(JobServiceError("its launcher ended before it started", "rejected"))
-        # This is last, so that a start that succeeds all the same finds its cancel marker.
+        # This is the last step, so that a job that starts after all finds its cancel marker.
         with contextlib.suppress(Exception):
             self._service.interrupt_starts()
         self._starter.wait_for(late, CLOSE_S)
@@ -281,7 +282,8 @@ class GangStart:
         """Record why starts have failed, and write cancel markers for all of them."""
 
         def mark(start: JobStart) -> None:
-            # The attempt is begun here if it is not yet, so that no reader waits for it for ever.
+            # The attempt is claimed here if it is not claimed yet. Otherwise other processes would wait for it for
+            # ever.
             if not self._starter.begin(start):
                 return
             if start in failed:
@@ -303,13 +305,13 @@ class GangStart:
             )
 
     def _interrupt(self) -> None:
-        """Interrupt the calls that wait, unless one of them may still start a rank that is wanted."""
+        """Interrupt the calls that wait, unless one of them may still start a rank that is needed."""
         if all(start.given_up.is_set() or start.has_come for start in self._starts):
             with contextlib.suppress(JobServiceError):
                 self._service.interrupt_starts()
 
     def _sweep(self, starts: Sequence[JobStart]) -> EndedJobs:
-        """End jobs, again and again while some are being started. Return the jobs that may still run."""
+        """End jobs repeatedly while some are still being started. Return the jobs that may still run."""
         swept, pause_s = EndedJobs(), SWEEP_S
         while starts:
             # This list is made before jobs are ended, so that a job that starts meanwhile is swept in the next turn.

@@ -21,7 +21,7 @@ from executors.store.staleness import StalenessTracker
 
 LOG_LINES = OUTPUT_TAIL_LINES
 STILL_S = 90.0  # a replica without a heartbeat for this time has ended; it sends one every 10 s
-# The most that two clocks differ which use one bucket: S3 refuses requests from a clock that is 15 min wrong.
+# The largest difference between two clocks that use one bucket. S3 refuses requests from a clock that is 15 min wrong.
 CLOCKS_DIFFER_S = 1800.0
 SPARE = nullable(integer(0, MAX_WORLD_SIZE))
 SIGNALS = {137: "SIGKILL", 143: "SIGTERM", 139: "SIGSEGV", 134: "SIGABRT", 130: "SIGINT"}  # by exit code
@@ -68,8 +68,8 @@ class JobReplica:
 def is_stale(records: StalenessTracker, place: str, written_at: float | None, limit_s: float) -> bool:
     """Note a look at a record, and return True if the record has not changed for `limit_s` seconds.
 
-    The first look may be the only one, so it uses the time in the record. That time is by another clock, so the limit
-    is then longer by the most that clocks may differ.
+    There may be no second look, so the first one uses the time in the record. That time comes from another clock. So
+    the limit is then extended by the largest possible difference between clocks.
 
     Args:
         records: measures the records of a service.
@@ -110,18 +110,20 @@ class JobOutcomeRecorder:
         self._heartbeats = StalenessTracker(clock)
 
     def may_live(self, replica: JobReplica, state: JobState) -> bool:
-        """Return True if a replica may still live: its job runs, or its end is unconfirmed and heartbeats continue.
+        """Return True if a replica may still run: its job runs, or the end of the job is not confirmed and
+        heartbeats continue.
 
-        If a service does not know a job, its answer may be out of date, or come from a proxy or another account. A node
-        without a connection still runs jobs that its cluster has removed. So such a replica has ended only when its
-        last sign of life is old enough. The record is read once in that time.
+        If a service does not know a job, its answer may be outdated, or come from a proxy or another account. Also, a
+        node without a connection still runs jobs that its cluster has removed. So such a replica counts as ended only
+        after its last heartbeat is old enough. The heartbeat is read once in that time.
 
         Args:
             replica: the replica.
             state: the state of its job.
         """
         attempt = replica.attempt
-        if state.holds_place and not state.has_ended:  # a queue took the job back, which ended the replica if it ran
+        # The service has put the job back into its queue, which has ended the replica.
+        if state.holds_place and not state.has_ended:
             return not attempt.has_started()
         if not state.is_unconfirmed:
             self._heartbeats.forget(attempt.place)
@@ -132,7 +134,7 @@ class JobOutcomeRecorder:
         return not state.has_ended or (not is_over and not attempt.has_cancel_marker())
 
     def expire(self, replica: JobReplica) -> None:
-        """Let the next look read whether a replica whose end is unconfirmed was cancelled.
+        """Let the next look read again whether the replica was cancelled, although its end is not confirmed.
 
         Args:
             replica: the replica.
@@ -140,7 +142,7 @@ class JobOutcomeRecorder:
         self._heartbeats.forget(replica.attempt.place)
 
     def expire_all(self, prefix: str) -> None:
-        """Let the next look read whether the replicas of a run were cancelled.
+        """Let the next look read again whether the replicas of a run were cancelled.
 
         Args:
             prefix: the run id, followed by a slash.
@@ -220,7 +222,9 @@ class JobOutcomeRecorder:
 
 
 def _last_sign_of(attempt: Attempt) -> float | None:
-    """Return when a replica gave its last sign of life: its heartbeat, else its claim, else its launcher's intent."""
+    """Return the time of a replica's last known activity: its heartbeat, otherwise its claim, otherwise its
+    launcher's intent.
+    """
     if (beat := attempt.beat()) is not None:
         return beat.at
     claim = attempt.find(CLAIM, Claim.parse)

@@ -1,7 +1,7 @@
 """JobStarter asks a service for jobs, and starts each of them at most once.
 
-An intent is written before the service is called, and the handle after. So if an answer is lost, or the launcher dies,
-the job is found by its name instead of being started again.
+An intent is written before the service is called, and the handle after the call. If an answer is lost, or the launcher
+dies, the job is found by its name, and no second job is started.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from executors.store.parallel import answered_within, in_threads, within
 from executors.store.record_names import CANCEL, HANDLE, OUTCOME
 
 ASKING_THREADS = 64
-# How long a start waits for its store. Jobs that have started cost money meanwhile. Three times are less than two
-# minutes together: this one, `gang_start.HEAD_START_S`, and the minute after which `ending.end_jobs` names what runs.
+# The longest wait of a start for its store, during which started jobs cost money. Three waits together are less than
+# two minutes: this one, `gang_start.HEAD_START_S`, and the minute after which `ending.end_jobs` names the running jobs.
 STORE_S = 50.0
 HEAD_START_S = 5.0  # how long the store is asked for the reason why a service has refused a job
 LOOKS = 5  # the number of searches for a job after a lost answer, before the service is asked for the job again
@@ -129,7 +129,7 @@ class JobStarter:
         that it asks. So a start that is given up either is not asked for, or is known to be asked for."""
 
     def forbid(self, starts: Sequence[JobStart]) -> None:
-        """Let no job of these starts be asked for any more. Calls that wait for the service continue.
+        """Request no more jobs for these starts. Calls that already wait for the service continue.
 
         Args:
             starts: the starts that are given up.
@@ -142,7 +142,7 @@ class JobStarter:
                 start.given_up.set()
 
     def wait_for(self, starts: Sequence[JobStart], limit_s: float) -> None:
-        """Wait until the service has answered about all of these, or the time has passed.
+        """Wait until the service has answered for all these starts, or the time has passed.
 
         Args:
             starts: starts that were given up.
@@ -220,7 +220,7 @@ class JobStarter:
             if self._have_all(batch, CANCEL):
                 raise CancelledWhileStartingError
             raise JobServiceError("another process recorded its end before it was started.", "rejected")
-        with self._asking:  # from here on, a caller that gives the start up waits for the service's answer
+        with self._asking:  # from here on, a caller that gives up the start waits for the service's answer
             batch[0].check_not_given_up()
             for start in batch:
                 start.may_exist = start.is_asking = True
@@ -251,7 +251,7 @@ class JobStarter:
         return False
 
     def _look_for(self, batch: Sequence[JobStart]) -> Sequence[JobStart]:
-        """Search several times for the jobs of a lost answer, because the service may list a new job late.
+        """Search several times for the jobs after an answer was lost, because the service may list a new job late.
 
         Returns:
             The starts for which no job was found.

@@ -1,4 +1,4 @@
-"""Asks a service for the states of jobs, at a rate that every account may have."""
+"""Asks a service for the states of jobs, at a rate that every account of the service allows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from executors.backends.jobs.sdk import PollThrottle, TokenBucket, call_each
 from executors.backends.jobs.service import ForeignJobError, JobId, JobKey, JobService, JobServiceError, JobState
 
 MAX_THREADS = 16
-# Budgets: the requests a second, and the requests at once.
+# Budgets of requests: requests per second, and requests at the same time.
 BESIDE_LISTS = (0.4, 16)  # with a list every 5 s, less than 60 requests in any minute
 ONE_BY_ONE = (1.6, 60)  # 540 requests in the first five minutes; Hugging Face allows a free account 1,000
 
@@ -79,7 +79,7 @@ class JobStatePoller:
             return {key: self._known[key] for key in jobs if key in self._known}
 
     def verified(self, key: JobKey, named: JobId) -> JobId:
-        """Return the id of a job that a record names, after the service has confirmed that it runs the attempt.
+        """Return the id of a job in a record, after the service has confirmed that this job runs the attempt.
 
         Args:
             key: the run, the rank and the attempt.
@@ -103,7 +103,7 @@ class JobStatePoller:
             self._jobs[key] = self._verified[key] = job
 
     def forget(self, key: JobKey) -> None:
-        """Drop what is known about a job that has ended.
+        """Remove an ended job from the memory of this object.
 
         Args:
             key: the run, the rank and the attempt of the job.
@@ -121,7 +121,9 @@ class JobStatePoller:
         self._runs.forget(_run_of(key))
 
     def may_search(self, place: str) -> bool:
-        """Return True if the caller may now ask for the jobs of an attempt that has no handle. It must then do so.
+        """Return True if the caller may search now for the jobs of an attempt without a handle.
+
+        The caller must then do so.
 
         Args:
             place: the place of the attempt; see `Attempt.place`.
@@ -170,12 +172,13 @@ class JobStatePoller:
                     self._unlisted.add(key)
 
     def _ask(self, key: JobKey, named: JobId) -> JobServiceError | None:
-        """Ask for the state of a job. Return a permanent error."""
+        """Ask for the state of a job. Return the error if it is permanent."""
         try:
             state = self._service.state(self.verified(key, named))
         except JobServiceError as error:
             if isinstance(error, ForeignJobError):
-                self._one_by_one.forget(key)  # the caller asks again, for each job alone, to find the foreign one
+                # The caller asks again for each job alone, which finds the job of another run.
+                self._one_by_one.forget(key)
             if error.kind == "rejected":
                 return error
             self.warn(error, f"rank {key.rank}")

@@ -1,4 +1,4 @@
-"""Limits the time of a restarted rank to what is left of the run's `max_cost`. `run/prices.py` limits a new run.
+"""Limits the time of a restarted rank to the rest of its share of `max_cost`. `run/prices.py` limits a new run.
 
 Each replica has an equal share of the money. A rank that is started again gets the part of its share that its earlier
 attempts did not spend. The price of each attempt is the price of the container that it had.
@@ -29,7 +29,8 @@ def limits_left(
     *,
     together: bool,
 ) -> dict[int, float | None]:
-    """Return for how many seconds each rank of a start may run: at most `timeout_s`, and at most what its share pays.
+    """Return the time limit of each rank of a start in seconds: `timeout_s`, or less if the rest of its share pays
+    for less.
 
     For added replicas and spares only `timeout_s` counts, because they have shares of their own.
 
@@ -52,7 +53,7 @@ def limits_left(
     if settings is None or settings.max_cost is None or run.attempt == 0 or run.is_of_spares:
         return limits
     share_usd = settings.max_cost / (settings.n + settings.spares)
-    # The launch chose a time limit that the share pays for, so its containers cost at most this price.
+    # The launch chose a time limit for which the share pays, so its containers cost at most this price.
     at_launch = share_usd / settings.timeout * 3600 if settings.timeout else None
     price = usd_per_hour or at_launch
     if price is None:
@@ -101,8 +102,8 @@ def spent_usd(attempt: Attempt, usd_per_hour: float) -> float:
 def used_s(attempt: Attempt) -> dict[int, float]:
     """Return for how many seconds each container of a rank's earlier attempts ran.
 
-    The key is the number of the attempt for which the container was launched. The time is by the container's clock. It
-    begins with the installation of packages, or without one with the first claim.
+    The key is the number of the attempt for which the container was launched. The time is measured by the container's
+    clock. It begins with the installation of packages, or with the first claim if nothing is installed.
 
     Args:
         attempt: the attempt that starts now.
@@ -137,8 +138,8 @@ def _parse_price(data: Any, key: str, url: str) -> float | None:
 def _last_seen(attempt: Attempt, claim: Claim) -> float:
     """Return the last time at which an attempt is known to have run, by its own clock.
 
-    If another machine recorded the outcome, the outcome's time is when that machine found the end. So only the
-    heartbeat counts.
+    If another machine recorded the outcome, the time in it is the time at which that machine noticed the end. So only
+    the heartbeat is used.
     """
     beat, outcome = attempt.beat(), attempt.outcome()
     is_recorded_there = outcome is not None and outcome.host == claim.host

@@ -1,4 +1,4 @@
-"""Helpers for calls of an SDK: import it late, limit the time of a call, and limit the rate of requests."""
+"""Helpers to call an SDK: late import, a time limit for calls, and a rate limit for requests."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class LazyModule:
 
 
 class TokenBucket:
-    """Limits the rate of requests: some at the same time, and then a fixed number a second. It is safe for threads.
+    """Limits the rate of requests: a number at the same time, and then a fixed number per second. It is thread-safe.
 
     Args:
         per_s: the number of requests that become available each second.
@@ -125,7 +125,7 @@ class TokenBucket:
         self._lock = threading.Lock()
 
     def take(self, n: int = 1) -> bool:
-        """Take n requests from the budget, and return True. If fewer are left, take none and return False.
+        """Take n requests from the budget and return True. If fewer are available, take none and return False.
 
         Args:
             n: the number of requests. Default 1.
@@ -141,7 +141,7 @@ class TokenBucket:
 
 
 class PollThrottle(Generic[K]):
-    """Decides what a poller asks for now: each thing soon at first, and then less and less often. Safe for threads.
+    """Decides for which objects a poller asks now: often at first, then at growing intervals. It is thread-safe.
 
     Args:
         clock: returns seconds of a monotonic clock.
@@ -159,7 +159,7 @@ class PollThrottle(Generic[K]):
         self._lock = threading.Lock()
 
     def due(self, keys: Iterable[K], can_pay: Callable[[K], bool] = lambda _: True) -> list[K]:
-        """Return the keys that are due, those first that have waited longest. The caller asks for all of them.
+        """Return the keys that are due, the longest waiting first. The caller asks for all of them.
 
         Args:
             keys: the keys that the caller is interested in.
@@ -177,7 +177,7 @@ class PollThrottle(Generic[K]):
         return found
 
     def forget(self, key: K) -> None:
-        """Make a key due at once, because something happened to the thing that it names.
+        """Make a key due at once, because its object has probably changed.
 
         Args:
             key: the key.

@@ -1,7 +1,7 @@
 """JobService: the interface to a service that runs jobs, such as a cloud or a cluster.
 
-Each service has a file that uses its SDK and knows nothing of runs, stores and outcomes. `executor.py` knows those and
-uses no SDK. `executors.testing.JobServiceContract` tests the promises of this file.
+Each service has a file that uses its SDK, and knows nothing about runs, stores and outcomes. `executor.py` knows these,
+and uses no SDK. `executors.testing.JobServiceContract` tests the requirements of this interface.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ JobId = dict[str, Any]
 """The data with which the service finds a job again. Plain JSON, which becomes part of the replica's handle."""
 TRIES = 6
 FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 8.0  # with six tries, the pauses take about 20 s together
-PATIENCE_S = 60.0  # the longest sum of all pauses: a service that asks for more is treated as if it refused
+LONGEST_PAUSE_S = 8.0  # six tries have pauses of about 20 s in total
+PATIENCE_S = 60.0  # the longest sum of all pauses; a service that asks for more counts as refusing
 # For calls whose failure loses a launch or leaves jobs behind. Hugging Face asks for pauses of up to this length.
 LONGEST_PATIENCE_S = 300.0
 START_LIMIT_S = 180.0
@@ -263,7 +263,7 @@ def option(default: Any, recorded_as: type | re.Pattern[str]) -> Any:
     return field(default=default, metadata={"recorded_as": recorded_as})
 
 
-# More than 20 methods: it has every question that an executor asks a service.
+# More than 20 methods: these are all questions that an executor may ask a service.
 @dataclass(eq=False, kw_only=True)
 class JobService(abc.ABC):
     """A service that runs jobs. A subclass makes each call through the SDK of one service.
@@ -350,7 +350,7 @@ class JobService(abc.ABC):
         return False
 
     def command(self) -> tuple[str, ...]:
-        """Return the command of each job. It fetches the replica's code, and becomes the worker."""
+        """Return the command that each job runs. It fetches the replica's code and starts the worker."""
         from executors.shipping.package import bootstrap_command  # not at the top: most processes start no job
 
         return bootstrap_command()
@@ -376,7 +376,7 @@ class JobService(abc.ABC):
         )
 
     def start_waits(self, job: JobSpec) -> bool:
-        """Return True if `start` waits until the job has its GPU. Then each job that has started has one.
+        """Return True if `start` waits until the job has its GPU. Then each started job has a GPU.
 
         Args:
             job: the job.
@@ -394,7 +394,7 @@ class JobService(abc.ABC):
         return START_LIMIT_S
 
     def interrupt_starts(self) -> None:
-        """Make the calls of `start` that still wait fail soon and leave no job, because the launch was given up.
+        """Make waiting calls of `start` fail soon without leaving a job, because the launch was given up.
 
         The launch calls it again, because other calls may have begun to wait since.
         """
@@ -432,7 +432,9 @@ class JobService(abc.ABC):
         """
 
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
-        """Return the states of as many jobs of one run as one request shows. Override it if the service lists jobs.
+        """Return the states of jobs of one run, as far as one request shows them.
+
+        Override it if the service can list jobs.
 
         The caller asks for the other jobs one by one. The ids come from records, so check two things for each job: it
         has the labels of the run, and the whole id is the one that `start` returned. With `states_name_ranks`, also

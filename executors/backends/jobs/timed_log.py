@@ -1,6 +1,7 @@
-"""Reads logs that a service keeps as entries with times: one job's log by itself, or the output of all jobs together.
+"""Reads logs that a service stores as entries with times: the log of one job, or of all jobs in one request.
 
-Many followers would need many requests. So each first uses `SharedLog`, which asks once for all jobs.
+If there are many followers, each would need many requests. So each first uses `SharedLog`, which makes one request for
+all jobs.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from executors.logs import last_of
 from executors.logs.readers import LineBuffer
 
 LATE_S = 5.0  # an entry may arrive this much later than entries that were written after it
-KNOWN_S = 45.0  # entries of this time before the newest are remembered, so that none is given twice
+KNOWN_S = 45.0  # entries that are at most this much older than the newest are remembered, so that none is yielded twice
 MAX_KNOWN = 20_000
 SKEW = timedelta(minutes=10)  # the most that the clocks of the service and of this machine differ
 SHARED_EVERY_S = 1.0  # between two requests for all jobs
 CHECK_EVERY_S = 30.0  # between two requests for one job that check the requests for all jobs
-DISTRUST_S = 600.0  # for this time the requests for all jobs are not made after they have missed an entry
-ANSWER_S = 10.0  # for this time an answer for all jobs counts
+DISTRUST_S = 600.0  # after the requests for all jobs have missed an entry, they are not made for this time
+ANSWER_S = 10.0  # an answer for all jobs is used again for this time
 
 
 FULL = f"these are the last {MAX_KNOWN:,} entries, and its service gives no more"
