@@ -66,13 +66,23 @@ HERE = Path(__file__).parent
 
 
 @functools.cache
-def night_tests() -> frozenset[str]:
-    """The tests that only `make test-all` runs, each as `local/test_disks.py::test_name`.
+def lines_of(name: str) -> frozenset[str]:
+    """Return the lines of `night.txt` or `day.txt`, each as `local/test_disks.py::test_name` or `…::test_name[id]`."""
+    return frozenset((HERE / name).read_text(encoding="utf-8").splitlines())
 
-    `make test` has one scene for each promise, all contracts, and whatever is quick. A scene that takes more than about
-    two seconds and shows a further side of a promise is named in `night.txt`.
+
+def is_of_the_night(test: str) -> bool:
+    """Return True if only `make test-all` runs a test.
+
+    `make test` has one scene for each promise, all contracts, and whatever is quick. `night.txt` names a scene that
+    takes more than about two seconds and shows a further side of a promise. `night.txt` also names a test that shows
+    one promise for many parameters. `day.txt` then names the parameters that `make test` keeps.
+
+    Args:
+        test: The id of the test below `tests`, with its parameters.
     """
-    return frozenset((HERE / "night.txt").read_text(encoding="utf-8").split())
+    night = lines_of("night.txt")
+    return test in night or (test.partition("[")[0] in night and test not in lines_of("day.txt"))
 
 
 # huggingface_hub reads these when it is imported: none of the user's own, and no token of theirs.
@@ -83,9 +93,8 @@ os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": "/nonexistent/hugging
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    nightly = night_tests()
     for item in items:
-        if f"{item.path.relative_to(HERE)}::{item.nodeid.partition('::')[2].partition('[')[0]}" in nightly:
+        if is_of_the_night(f"{item.path.relative_to(HERE)}::{item.nodeid.partition('::')[2]}"):
             item.add_marker(pytest.mark.slow)
     order = {str(HERE / file): number for number, file in enumerate(SLOW_FIRST)}
     items.sort(key=lambda item: order.get(str(item.path), len(order)))
