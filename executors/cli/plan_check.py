@@ -173,7 +173,7 @@ def compare_with_plan(run: Run) -> PlanComparison | None:
     if link is None:
         return None
     try:
-        rounds = newest_rounds(view.store, run.run_id, _measured(view.reader.inventory), LAST_ROUNDS)
+        rounds = newest_rounds(view.store, run.run_id, _measured(view.reader.records.inventory), LAST_ROUNDS)
         rounds = [row for row in rounds if row.busy_s and row.elements and row.wire]
         if not rounds:
             return None

@@ -196,7 +196,7 @@ def status(
     summary = Summary(found, outcomes, code_of(found, outcomes) if now.is_terminal else None)
     # Look up handles by rank and not by position: joined replicas have no handle, and ranks may have been added since.
     handles = {each.rank: each for each in found.handles if each is not None} if as_json or verbose else {}
-    attention = wants_attention(now, view.reader.inventory, view.newest_attempt) if as_json or check else {}
+    attention = wants_attention(now, view.reader.records.inventory, view.newest_attempt) if as_json or check else {}
     if check and not as_json:
         for rank, why in attention.items():
             output.print(f"rank {rank} {one_line(why)}", "red")

@@ -99,7 +99,7 @@ def _cancel(run: Run, attempts: Sequence[Attempt]) -> None:
     ended = []
     for attempt in alive:
         try:
-            view.placements.cancel(view.reader.handle(attempt.rank))
+            view.placements.cancel(view.reader.handles.of(attempt.rank))
             ended.append(attempt)
         except Exception as error:  # noqa: BLE001 - a user's executor may raise anything, and the others must end
             refused.setdefault(f"{type(error).__name__}: {error}", []).append(attempt.rank)

@@ -47,7 +47,8 @@ class Canceller:
         on_progress: Callable[[str], None] = lambda words: None,
     ) -> None:
         self._reader = reader
-        self._launched_at = launched_at or (lambda: reader.record.created_at)
+        self._records = reader.records
+        self._launched_at = launched_at or (lambda: reader.records.record.created_at)
         self._on_progress = on_progress
         self.is_store_silent = False
         """True if the store did not answer during the last cancel."""
@@ -91,7 +92,7 @@ class Canceller:
         """
         if not 0 <= within_s <= MAX_S:
             raise ValueError(f"within_s is from 0 to {MAX_S:g} seconds, got {within_s!r}.")
-        stop = order_stop(DecisionLog(self._reader.store, self._reader.run_id), within_s)
+        stop = order_stop(DecisionLog(self._records.store, self._records.run_id), within_s)
         # Seconds, and not a time of day, because the clock of the host that wrote the order may be ahead.
         if not wait(stop.within_s or 0.0):
             self.end(STOPPED)
@@ -111,7 +112,7 @@ class Canceller:
         """End replicas at their services and in the store, even if one of the two does not answer."""
         self.is_store_silent = self.was_ended_without_store = False
         self.n_withdrawn = 0
-        placements, url = self._reader.placements, self._reader.store.url
+        placements, url = self._records.placements, self._records.store.url
 
         def order(marks: bool) -> Sequence[ReplicaState]:
             if blocks:
@@ -119,7 +120,7 @@ class Canceller:
             seen = self._look(ranks, why)
             if marks:
                 living = [state.rank for state in seen if not state.status.is_terminal and not state.is_over]
-                self._reader.map(lambda rank: self._reader.attempt(rank).request_cancel(why), living)
+                self._records.map(lambda rank: self._records.attempt(rank).request_cancel(why), living)
             return seen
 
         if not placements.ends_jobs:
@@ -131,7 +132,7 @@ class Canceller:
             seen = answered_within(HEAD_START_S, asked, url)
         over = frozenset(state.rank for state in seen or () if state.status.is_terminal)
         asked_for = None if ranks is None else tuple(ranks)
-        jobs = JobsOfRun(self._reader.run_id, url, self._launched_at(), asked_for, over)
+        jobs = JobsOfRun(self._records.run_id, url, self._launched_at(), asked_for, over)
         result = placements.end_jobs(jobs, self._on_progress)
         if seen and all(state.status.is_terminal for state in seen):
             self.n_withdrawn = result.n_ended
@@ -144,7 +145,7 @@ class Canceller:
             self.was_ended_without_store = True
             n = f"{result.n_ended} job{'s' * (result.n_ended != 1)}"
             self._on_progress(
-                f"{n} of run {self._reader.run_id} ended at the service. The run's records do not say so: {error}"
+                f"{n} of run {self._records.run_id} ended at the service. The run's records do not say so: {error}"
             )
             return
         self._end(seen, why, result.attempts)
@@ -159,25 +160,25 @@ class Canceller:
             why: the reason, for the outcomes.
             ended: rank and number of each attempt whose job has already been ended.
         """
-        reader, placements = self._reader, self._reader.placements
+        records, placements = self._records, self._records.placements
         states = [state for state in seen if not state.status.is_terminal and (state.rank, state.attempt) not in ended]
         alive = [state.rank for state in states if not state.is_over]
 
         def find(rank: int) -> Any:
             try:
-                return reader.handle(rank, insists=True)
+                return self._reader.handles.of(rank, insists=True)
             except BackendError as error:  # the store may answer, and the replica reads its marker there
-                reader.attempt(rank).request_cancel(why)
+                self._records.attempt(rank).request_cancel(why)
                 return error
 
-        found = dict(zip(alive, reader.map(find, alive), strict=True))
+        found = dict(zip(alive, self._records.map(find, alive), strict=True))
         unclear = {r: handle for r, handle in found.items() if isinstance(handle, BackendError)}
         launched = [r for r, handle in found.items() if handle is not None and r not in unclear]
         for r in (r for r, handle in found.items() if handle is None):
-            attempt = reader.attempt(r)
+            attempt = self._records.attempt(r)
             if not placements.knows_attempts:
                 raise RunNotFoundError(
-                    f"Run {reader.run_id!r}: backend {reader.backend(r)!r} left no handle that another process can "
+                    f"Run {records.run_id!r}: backend {records.backend(r)!r} left no handle that another process can "
                     "read. Cancel it in the process that launched it."
                 )
             attempt.request_cancel(
@@ -185,11 +186,11 @@ class Canceller:
             )  # its launcher died or has not started it; a replica that starts later reads the marker
             attempt.record(attempt.new_outcome(ReplicaStatus.CANCELLED, "cancelled"))
         if why != BY_USER:  # the executor's own marker has BY_USER as its reason
-            reader.map(lambda r: reader.attempt(r).request_cancel(why), launched)
+            self._records.map(lambda r: self._records.attempt(r).request_cancel(why), launched)
 
         def end(rank: int) -> ReplicasError | OSError | None:
             try:
-                placements.cancel(reader.handle(rank))
+                placements.cancel(self._reader.handles.of(rank))
             except (ReplicasError, OSError) as error:
                 return error
             return None
@@ -203,9 +204,9 @@ class Canceller:
         """Add an order to the log that blocks all ranks that have not succeeded. None: all ranks."""
         states = self._reader.recorded(ranks)
         left = [state.rank for state in states if state.status is not ReplicaStatus.SUCCEEDED]
-        if run_folder_was_deleted(self._reader.store, self._reader.run_id) or not left:
+        if run_folder_was_deleted(self._records.store, self._records.run_id) or not left:
             return
-        log = DecisionLog(self._reader.store, self._reader.run_id)
+        log = DecisionLog(self._records.store, self._records.run_id)
         with contextlib.suppress(
             CorruptObjectError
         ):  # if the log is damaged, no process can read it and restart a replica
@@ -233,6 +234,6 @@ class Canceller:
             why: the reason that the outcomes get.
         """
         states = self._reader.recorded(ranks)
-        alive = [self._reader.attempt(state.rank) for state in states if not state.status.is_terminal]
-        self._reader.map(lambda attempt: attempt.request_cancel(why), alive)
+        alive = [self._records.attempt(state.rank) for state in states if not state.status.is_terminal]
+        self._records.map(lambda attempt: attempt.request_cancel(why), alive)
         return states

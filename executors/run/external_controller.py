@@ -50,8 +50,9 @@ class ExternalController:
     ) -> None:
         self.log = log
         self.starter = starter
-        self._record = record = reader.record
+        self._record = record = reader.records.record
         self._reader = reader
+        self._records = reader.records
         self._end = end
         self._may_start = may_start
         policy, groups = Restarts.of(record.settings.restarts), record.ranks_by_placement
@@ -93,7 +94,7 @@ class ExternalController:
         reader.share_log(log)
         if self._record.settings.restarts is None and not log.entries:
             return None  # reading the log, which may have a new policy, costs a request each time
-        ends = {rank: end for rank in reader.ranks if (end := reader.outcome(rank)) is not None}
+        ends = {rank: end for rank in self._records.ranks if (end := self._records.outcome(rank)) is not None}
         if (
             self._record.settings.restarts == ONLY_PREEMPTED
             and not log.entries
@@ -103,8 +104,8 @@ class ExternalController:
         log.read()
         if self.policy is None:
             return None
-        ends = {rank: end for rank in reader.ranks if (end := reader.outcome(rank)) is not None}
-        newest = {rank: reader.attempt(rank).number for rank in reader.ranks}
+        ends = {rank: end for rank in self._records.ranks if (end := self._records.outcome(rank)) is not None}
+        newest = {rank: self._records.attempt(rank).number for rank in self._records.ranks}
         failed = [
             end for end in ends.values() if end.status is ReplicaStatus.FAILED and newest[end.rank] == end.attempt
         ]
@@ -125,7 +126,7 @@ class ExternalController:
         After a supervisor has ended, its backend is not asked again.
         """
         asked = [end for end in failed if (end.rank, end.attempt) not in self._gone]
-        handles = dict(zip((end.rank for end in asked), self._reader.map(self._handle_of, asked), strict=True))
+        handles = dict(zip((end.rank for end in asked), self._records.map(self._handle_of, asked), strict=True))
         found = {rank: handle for rank, handle in handles.items() if isinstance(handle, SupervisorStatus)}
         ours = [end for end in asked if handles[end.rank] is not None and end.rank not in found]
         replicas = [PendingReplica(handles[end.rank], end.attempt) for end in ours]
@@ -143,7 +144,7 @@ class ExternalController:
         None: there is none. SupervisorStatus(is_alive=True): the backend cannot answer now.
         """
         try:
-            return self._reader.handle(end.rank, insists=True)
+            return self._reader.handles.of(end.rank, insists=True)
         except BackendError:
             return SupervisorStatus(is_alive=True)
 
@@ -174,7 +175,7 @@ class ExternalController:
             if how in used or not spare.has_started() or spare.has_outcome():
                 continue
             handle = spare.handle(self._record.backend)
-            backend = self._reader.placements.at(0).backend  # spares are on the backend of the launch
+            backend = self._records.placements.at(0).backend  # spares are on the backend of the launch
             if handle is not None and backend.supervisors([PendingReplica(handle, 0)])[0].is_alive:
                 return how
         return None
@@ -184,10 +185,10 @@ class ExternalController:
         if not end.notice or supervisor.is_alive or supervisor.reason is None:
             return end
         if supervisor.reason == "cancelled" and not is_blocked(self.log.entries, end.rank):
-            order_cancel(self.log, [end.rank], f"cancelled at the backend {self._reader.backend(end.rank)!r}")
+            order_cancel(self.log, [end.rank], f"cancelled at the backend {self._records.backend(end.rank)!r}")
         if supervisor.reason not in SERVICE_REASONS:
             return end
-        self._reader.attempt(end.rank).at(end.attempt).record_service_reason(supervisor.reason, supervisor.error)
+        self._records.attempt(end.rank).at(end.attempt).record_service_reason(supervisor.reason, supervisor.error)
         return replace(end, reason=supervisor.reason)
 
     def _has_progress(self, failed: Sequence[Outcome], states: Sequence[ReplicaState]) -> bool:

@@ -172,7 +172,7 @@ def _check_ended(run: RunView) -> bool:
     except (CorruptObjectError, UnknownHandleError, RunBeingRemovedError):
         return False  # the user must be able to remove a damaged run
     name = reference(run.run_id, run.store.url)
-    if not now.is_terminal and not run.reader.inventory.records:
+    if not now.is_terminal and not run.reader.records.inventory.records:
         raise RunExistsError(
             f"Run {run.run_id!r} has started no replica yet, and only the machine of its launcher "
             f"({run.record.created_by}, process {run.record.launcher_pid}) can tell whether the launch continues. "

@@ -74,7 +74,7 @@ class RunManager:
             if ended := self.end_refused(error):
                 error.add_note(ended)
             raise
-        if is_over and n in (None, len(view.reader.ranks)):
+        if is_over and n in (None, len(view.reader.records.ranks)):
             self._note_end()
         return is_over
 
@@ -192,7 +192,7 @@ class RunManager:
             if not added.start_spec.spec.settings.detach:
                 self.keep_here([added.start_spec], added.lease)
             with contextlib.suppress(StoreError):  # the last list that this process read does not have the new ranks
-                within(UPDATE_S, self.view.reader.update, self.view.store.url)
+                within(UPDATE_S, self.view.reader.records.update, self.view.store.url)
         except KeyboardInterrupt:  # the caller would not learn these ranks, and could not end them
             self.cancel(ranks)
             raise
@@ -228,7 +228,7 @@ class RunManager:
             view.store, view.run_id, key=next((start_spec.spec.key for start_spec in start_specs), None)
         )
         view.reader.share_log(log)
-        view.reader.is_kept_here = True
+        view.reader.supervisors.is_kept_here = True
         self._controller = ExternalController(log, view.reader, starter, self.canceller.end, starter.knows)
         return self._controller
 

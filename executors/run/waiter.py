@@ -109,6 +109,7 @@ class Waiter:
         patience: Callable[[], OutageTolerance] = lambda: FOLLOWER,
     ) -> None:
         self._reader = reader
+        self._records = reader.records
         self._cancel = cancel
         self._keep = keep
         self._watches_for_failures = True
@@ -126,7 +127,7 @@ class Waiter:
 
         def is_over() -> bool:
             n_ended = len(self._ended(view))
-            return n_ended >= (len(self._reader.ranks) if n is None else n)
+            return n_ended >= (len(self._records.ranks) if n is None else n)
 
         with showing(view):
             try:
@@ -145,8 +146,8 @@ class Waiter:
         def has_news() -> bool:
             nonlocal is_over
             ended = self._ended(view)
-            is_over = len(ended) == len(reader.ranks)
-            reader.collect_missing([state.rank for state in ended])
+            is_over = len(ended) == len(self._records.ranks)
+            reader.reports.collect_missing([state.rank for state in ended])
             outcomes = list(map(reader.ending, ended))
             new[:] = [outcome for outcome in outcomes if (outcome.rank, outcome.attempt) not in told]
             told.update((outcome.rank, outcome.attempt) for outcome in new)
@@ -172,9 +173,9 @@ class Waiter:
             return None
         if self._failing_since is None:
             self._failing_since = time.monotonic()
-        if not self._reader.record.settings.fail_fast and time.monotonic() - self._failing_since < OTHERS_FAIL_S:
+        if not self._records.record.settings.fail_fast and time.monotonic() - self._failing_since < OTHERS_FAIL_S:
             return None
-        if not self._reader.record.settings.fail_fast:
+        if not self._records.record.settings.fail_fast:
             self._watches_for_failures = False
             them = "them" if len(now.failed_early) > 1 else "it"
             ranks = f"{name_ranks(now.failed_early)} {FAILED_EARLY}"
@@ -185,7 +186,7 @@ class Waiter:
         why = describe_early_failure(now.failed_early[0], failed)
         told = f"{first}, which ends the run."
         try:
-            self._reader.map(lambda rank: self._reader.attempt(rank).request_cancel(why), alive)
+            self._records.map(lambda rank: self._records.attempt(rank).request_cancel(why), alive)
             self._cancel()
         except RunNotFoundError:
             pass  # only the process that launched the run has these handles
@@ -210,11 +211,13 @@ class Waiter:
             if view is not None:
                 view.update(now)
             if has_failed and (told := self.end_early(now, "fail_fast=True")):
-                print(f"replicas: {reader.run_id}: {told}", file=sys.stderr)
+                print(f"replicas: {self._records.run_id}: {told}", file=sys.stderr)
             if has_failed:
                 self._watches_for_failures = self._watches_for_failures and bool(now.failed_early)
         return [
-            state for state in states if state.is_over and not reader.reasons.is_awaited(reader.outcome(state.rank))
+            state
+            for state in states
+            if state.is_over and not reader.reasons.is_awaited(self._records.outcome(state.rank))
         ]
 
 

@@ -35,12 +35,12 @@ def events_of(view: RunView, *, follow: bool = False, note: Callable[[str], None
     """
     key = view.record.key_id and find_key(view.run_id, view.record.key_id)
     decisions = DecisionLog(view.store, view.run_id, key=key)
-    events = EventReader(decisions, view.record, map_over=view.reader.map, note=note)
+    events = EventReader(decisions, view.record, map_over=view.reader.records.map, note=note)
     for pause_s in view.reader.pauses():
         # With `follow`, a temporary outage of the store is tolerated. Without it, the caller wants an error soon.
         now = retry(lambda: view.status(reports=False), FOLLOWER if follow else BRIEF, "the rendezvous")
         view.reader.share_log(decisions)  # so that each entry of the decision log is read once, and not twice
-        yield from events.new(view.reader.inventory, now)
+        yield from events.new(view.reader.records.inventory, now)
         if not follow or now.is_terminal:
             return
         time.sleep(pause_s)
@@ -64,7 +64,7 @@ def warnings_of(view: RunView, note: Callable[[str], None] = log.warning) -> lis
             print(warning.rank, warning.text)
     """
     now = view.status(reports=False)
-    attempts = [Attempt(view.store, view.run_id, *key) for key in sorted(view.reader.inventory.warnings)]
+    attempts = [Attempt(view.store, view.run_id, *key) for key in sorted(view.reader.records.inventory.warnings)]
 
     def read(attempt: Attempt) -> list[FoundWarning]:
         try:
@@ -73,6 +73,6 @@ def warnings_of(view: RunView, note: Callable[[str], None] = log.warning) -> lis
             note(str(error))
             return []
 
-    found = [each for some in view.reader.map(read, attempts) for each in some]
+    found = [each for some in view.reader.records.map(read, attempts) for each in some]
     found += [each for each in now.warnings if each.rank is None]
     return sorted(found, key=lambda each: each.at)

@@ -25,7 +25,8 @@ from executors.logs.log import KnowsTimes, Log
 from executors.logs.readers import lines_of
 from executors.protocol import Outcome
 from executors.store.record_names import OUTCOME
-from executors.view.run_state_reader import RunStateReader, unreadable
+from executors.view.replica_records import unreadable
+from executors.view.run_state_reader import RunStateReader
 from executors.view.run_view import RunView
 
 LOOK_S, FAR_LOOK_S = 1.0, 4.0  # between two looks at a run: in a directory, and in a bucket
@@ -191,6 +192,7 @@ class RunLogs:
 
     def __init__(self, reader: RunStateReader, which: Which, chosen: LineFilter, note: Note, *, is_one: bool) -> None:
         self._reader = reader
+        self._records = reader.records
         self._which = which
         self._chosen = chosen
         self._note = note
@@ -204,10 +206,10 @@ class RunLogs:
             attempt: the attempt.
             on_cut: called with the reason if some of the output is not available.
         """
-        problem = self._reader.problem(attempt.rank)
+        problem = self._records.problem(attempt.rank)
         end, cut, may_lag, note = b"", problem.error or "" if problem else "", True, ""
-        if (handle := self._reader.handle_at(attempt)) is not None:
-            with contextlib.closing(self._reader.placements.open_log(handle)) as opened:
+        if (handle := self._reader.handles.at(attempt)) is not None:
+            with contextlib.closing(self._records.placements.open_log(handle)) as opened:
                 for piece in opened.pieces():
                     end += piece
                     yield end[:-KEPT_BYTES]
@@ -273,12 +275,12 @@ class RunLogs:
         """
         if self._chosen.since is not None or self._chosen.until is not None:
             raise ValueError("A followed log begins with its last lines. Remove since and until.")
-        self._reader.update()
+        self._records.update()
         lines = self._follow(self._that_have_it(ranks), n_lines, grows=grows and not isinstance(self._which, int))
         return (text for rank, number, line in lines if (text := self._shown(rank, number, line)))
 
     def _shown(self, rank: int, number: int, line: str) -> str:
-        attempt = self._reader.attempt(rank).at(number)
+        attempt = self._records.attempt(rank).at(number)
         if line == begins(number):  # the first line of an attempt gets the rank, and no other prefix
             return "" if self._chosen.grep else EVERYTHING.shown(attempt, line, is_one=self._is_one)
         return self._chosen.shown(attempt, line, is_one=self._is_one)
@@ -291,7 +293,7 @@ class RunLogs:
         """
         if not isinstance(self._which, int) or not ranks:
             return ranks
-        newest = {rank: self._reader.attempt(rank).number for rank in ranks}
+        newest = {rank: self._records.attempt(rank).number for rank in ranks}
         if found := [rank for rank in ranks if 0 <= self._which <= newest[rank]]:
             return found
         most = max(newest.values())
@@ -300,8 +302,8 @@ class RunLogs:
     def _attempts(self, rank: int) -> list[Attempt]:
         """Return the attempts of a rank that the user asked for, oldest first."""
         if isinstance(self._which, int):
-            return [self._reader.attempt(rank).at(self._which)]
-        launched = self._reader.launched(rank)
+            return [self._records.attempt(rank).at(self._which)]
+        launched = self._records.launched(rank)
         return launched if self._which == "all" else launched[-1:]
 
     def _tails(self, rank: int, n_lines: int | None) -> Iterator[str]:
@@ -355,9 +357,9 @@ class RunLogs:
             yield _split(self._tail(attempt, n_lines))
 
     def _between(self, attempt: Attempt) -> Iterator[list[str]]:
-        if (handle := self._reader.handle_at(attempt)) is None:
+        if (handle := self._reader.handles.at(attempt)) is None:
             return
-        with contextlib.closing(self._reader.placements.open_log(handle)) as opened:
+        with contextlib.closing(self._records.placements.open_log(handle)) as opened:
             try:
                 if not isinstance(opened, KnowsTimes):
                     raise ValueError(opened.note or "its log has no times of lines")
@@ -373,14 +375,14 @@ class RunLogs:
             self._note(f"Rank {attempt.rank}: {words}")
 
     def _has_none(self, attempt: Attempt) -> str:
-        return f"{self._reader.backend(attempt.rank)} has no log of it"
+        return f"{self._records.backend(attempt.rank)} has no log of it"
 
     def _tail(self, attempt: Attempt, n_lines: int) -> str:
-        text, note, handle = "", "", self._reader.handle_at(attempt)
-        if problem := self._reader.problem(attempt.rank):
+        text, note, handle = "", "", self._reader.handles.at(attempt)
+        if problem := self._records.problem(attempt.rank):
             self._say(attempt, problem.error or "")
         if handle is not None:
-            with contextlib.closing(self._reader.placements.open_log(handle)) as opened:
+            with contextlib.closing(self._records.placements.open_log(handle)) as opened:
                 text, note = opened.tail(n_lines), opened.note
             if text and note:
                 self._say(attempt, note)
@@ -401,7 +403,7 @@ class RunLogs:
         return last_of(outcome.output_tail or outcome.error or "", n_lines)
 
     def _outcome(self, attempt: Attempt) -> Outcome | None:
-        known = self._reader.outcome(attempt.rank)
+        known = self._records.outcome(attempt.rank)
         if known is not None and known.attempt == attempt.number:
             return known
         try:
@@ -420,7 +422,7 @@ class RunLogs:
                     yield from ((rank, attempt.number, line.removesuffix("\n") + "\n") for line in lines)
                 yield rank, newest.number, begins(newest.number)
                 first[rank] = newest.number
-        look_s = LOOK_S if self._reader.is_near else FAR_LOOK_S
+        look_s = LOOK_S if self._records.is_near else FAR_LOOK_S
         yield from follow_logs(self, None if grows else ranks, n_lines, first=first, look_s=look_s)
 
     # `follow_logs` calls the next three methods.
@@ -433,24 +435,24 @@ class RunLogs:
         """
         positions = {}
         for state in self._reader.look(ranks):
-            *earlier, newest = (attempt.number for attempt in self._reader.launched(state.rank))
+            *earlier, newest = (attempt.number for attempt in self._records.launched(state.rank))
             number = self._which if isinstance(self._which, int) else newest
             positions[state.rank] = LogPosition(number, state.is_over or number < newest, tuple(earlier))
         return positions
 
     def open(self, rank: int, attempt: int) -> Log | None:
         """Return the log of an attempt. None if it has no log yet."""
-        handle = self._reader.handle_at(self._reader.attempt(rank).at(attempt))
+        handle = self._reader.handles.at(self._records.attempt(rank).at(attempt))
         if handle is None:
             return None
-        opened = self._reader.placements.open_log(handle)
+        opened = self._records.placements.open_log(handle)
         if opened.note:
             self._note(f"Rank {rank}: {opened.note}")
         return opened
 
     def kept(self, rank: int, attempt: int) -> str:
         """Return the output tail that the outcome of an attempt contains."""
-        outcome = self._outcome(self._reader.attempt(rank).at(attempt))
+        outcome = self._outcome(self._records.attempt(rank).at(attempt))
         return outcome.output_tail if outcome else ""
 
 

@@ -29,7 +29,8 @@ from executors.store.artifacts import Artifact, kept_artifacts
 from executors.store.url import address_of
 from executors.task.record import RunRecord, find_run_record
 from executors.task.removal_record import find_removal
-from executors.view.run_state_reader import RECENT_S, RunStateReader
+from executors.view.replica_records import RECENT_S
+from executors.view.run_state_reader import RunStateReader
 
 START_LOOK_S = 30.0  # between two checks whether the start of a run was abandoned
 ABANDONED = "its launcher ended before all replicas were started"
@@ -124,8 +125,8 @@ class RunView:
     @property
     def ranks(self) -> list[int]:
         """The ranks that were launched, and the ranks that were added since."""
-        self.reader.update(RECENT_S)
-        return list(self.reader.ranks)
+        self.reader.records.update(RECENT_S)
+        return list(self.reader.records.ranks)
 
     @property
     def executor(self) -> ServerlessExecutor:
@@ -162,13 +163,13 @@ class RunView:
     @property
     def handles(self) -> list[Any]:
         """The handles of the replicas in rank order. None stands for a handle that this process cannot read."""
-        return self.reader.handles()
+        return self.reader.handles.all()
 
     def outcomes(self) -> list[Outcome]:
         """Return the outcomes in rank order at once. A replica without an outcome has the status pending or running."""
         states = self.reader.look()
         if all(state.is_over for state in states):
-            self.reader.collect_missing(self.reader.ranks)
+            self.reader.reports.collect_missing(self.reader.records.ranks)
         return list(map(self.reader.ending, states))
 
     def status(self, *, reports: bool = True) -> RunStatus:
@@ -200,7 +201,7 @@ class RunView:
 
     def _with_abandoned(self, states: Sequence[ReplicaState]) -> Sequence[ReplicaState]:
         """Return the states. Each replica that waits for a launcher that has died gets a note."""
-        inventory = self.reader.inventory
+        inventory = self.reader.records.inventory
         waiting = {
             state.rank
             for state in states
@@ -224,8 +225,8 @@ class RunView:
         Args:
             rank: the rank.
         """
-        self.reader.update(RECENT_S)
-        return self.reader.attempt(rank)
+        self.reader.records.update(RECENT_S)
+        return self.reader.records.attempt(rank)
 
     def launched(self, rank: int) -> list[Attempt]:
         """Return the attempts of a rank that were launched, oldest first. Each has a log of its own.
@@ -233,8 +234,8 @@ class RunView:
         Args:
             rank: the rank.
         """
-        self.reader.update(RECENT_S)
-        return self.reader.launched(rank)
+        self.reader.records.update(RECENT_S)
+        return self.reader.records.launched(rank)
 
     @cached_property
     def reader(self) -> RunStateReader:

@@ -21,7 +21,7 @@ class ServiceReasons:
     """Asks services why they ended replicas of a run, and records the reasons beside the outcomes.
 
     Example:
-        explained = ServiceReasons().ask(ends, placements, reader.handle)
+        explained = ServiceReasons().ask(ends, placements, reader.handles.of)
     """
 
     def __init__(self) -> None:

@@ -186,7 +186,7 @@ def test_replicas_meet_in_a_bucket_and_those_that_find_no_room_go_when_the_other
 def test_a_job_that_somebody_stops_at_ray_ends_with_a_word_about_that_and_is_not_restarted(head: RayHead) -> None:
     run = launch(OnThisMachine(), task("hang"), 1, restarts="3,backoff=0s")
     eventually(lambda: "hanging" in run.logs(rank=0), within_s=PATIENCE_S)
-    head.ask("POST", f"/api/jobs/{view_of(run).reader.handle(0).metadata['job']['id']}/stop")
+    head.ask("POST", f"/api/jobs/{view_of(run).reader.handles.of(0).metadata['job']['id']}/stop")
     assert run.wait(PATIENCE_S)
     (outcome,) = run.outcomes()
     assert (outcome.attempt, outcome.reason) == (0, "signal")
@@ -199,8 +199,8 @@ def test_without_its_head_nothing_is_started_and_nobody_is_told_to_be_lost(head:
     eventually(lambda: "hanging" in run.logs(rank=0), within_s=PATIENCE_S)
     head.kill()
     with pytest.raises(JobServiceError, match=r"cannot be reached: .*Connection refused") as caught:
-        executor.service.state(view_of(run).reader.handle(0).metadata["job"])
+        executor.service.state(view_of(run).reader.handles.of(0).metadata["job"])
     assert caught.value.kind == "unavailable"
-    assert executor.poll(view_of(run).reader.handle(0)) == "running"
+    assert executor.poll(view_of(run).reader.handles.of(0)) == "running"
     with pytest.raises(BackendError, match="cannot be reached"):
         launch(executor, task("echo"), 1)

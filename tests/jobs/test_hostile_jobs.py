@@ -32,9 +32,9 @@ from executors.testing.executor_contract import task
 LOOKS: list[Callable[[Run], Any]] = [
     lambda run: run.logs(0),
     lambda run: run.cancel(),
-    lambda run: view_of(run).executor.stream_logs(view_of(run).reader.handle(0)),
-    lambda run: view_of(run).executor.cancel(view_of(run).reader.handle(0)),
-    lambda run: view_of(run).executor.poll(view_of(run).reader.handle(0)),
+    lambda run: view_of(run).executor.stream_logs(view_of(run).reader.handles.of(0)),
+    lambda run: view_of(run).executor.cancel(view_of(run).reader.handles.of(0)),
+    lambda run: view_of(run).executor.poll(view_of(run).reader.handles.of(0)),
 ]
 
 
@@ -50,7 +50,8 @@ def run_of(owner: OwnsDirectory, job: object) -> Run:
 def test_a_job_of_somebody_elses_run_is_neither_shown_nor_ended(machines: Machines, tmp_path: Path) -> None:
     machines.is_held = True
     owner, mine = OwnsDirectory(tmp_path / "theirs"), start()
-    for named in (view_of(mine).reader.handle(0).metadata["job"], {"id": "../../x"}, {"id": 5}, {}, {"id": "x" * 500}):
+    job = view_of(mine).reader.handles.of(0).metadata["job"]
+    for named in (job, {"id": "../../x"}, {"id": 5}, {}, {"id": "x" * 500}):
         for look in LOOKS:
             with pytest.raises(BackendError, match="names a job that Fake does not know as this replica's"):
                 look(run_of(owner, named))
@@ -71,11 +72,11 @@ def test_a_foreign_job_of_one_rank_hides_no_other_of_its_backend_in_a_mixed_run(
     eventually(lambda: all("hanging" in run.logs(rank) for rank in range(3)), "all run")
     machines.end(machines.job_of(run, 2), "preempted")
     key = Attempt(view_of(run).store, "otter", 1).key("handle.json")
-    job, handle = view_of(run).reader.handle(2).metadata["job"], json.loads(bytes(view_of(run).store.get(key)))
+    job, handle = view_of(run).reader.handles.of(2).metadata["job"], json.loads(bytes(view_of(run).store.get(key)))
     view_of(run).store.put(key, json.dumps({**handle, "metadata": {**handle["metadata"], "job": job}}).encode())
     seen = attach("otter", executor=FakeExecutor())
     states = [(str(state.status), state.is_readable) for state in seen.status().replicas]
-    asked: list[Any] = [PendingReplica(view_of(seen).reader.handle(rank), 0) for rank in range(3)]
+    asked: list[Any] = [PendingReplica(view_of(seen).reader.handles.of(rank), 0) for rank in range(3)]
     backend = view_of(seen).executor
     assert isinstance(backend, Backend)
     parents = [(parent.is_alive, parent.reason) for parent in known_supervisors(backend, asked)]

@@ -75,7 +75,7 @@ def test_a_service_may_have_no_limit_of_its_own_by_default(machines: Machines, m
     limited, free = (made.job for made in machines.jobs)
     assert (limited.limit_s, free.limit_s) == (3600 + 900, None)
     assert ["REPLICA_TIMEOUT_S" in job.env for job in (limited, free)] == [True, False]
-    assert (view_of(run).record.placements[0].timeout_s, view_of(run).reader.handle(0).metadata["timeout_s"]) == (
+    assert (view_of(run).record.placements[0].timeout_s, view_of(run).reader.handles.of(0).metadata["timeout_s"]) == (
         None,
         None,
     )

@@ -394,6 +394,6 @@ def test_what_a_job_waits_for_is_told(machines: Machines) -> None:
     for machines.lists_jobs in (False, True):
         machines.is_held = True
         run = launch(FakeExecutor(), "job.py:main", 1, run_id=f"otter-{int(machines.lists_jobs)}")
-        (observed,) = FakeExecutor().observe([PendingReplica(view_of(run).reader.handle(0), 0)])
+        (observed,) = FakeExecutor().observe([PendingReplica(view_of(run).reader.handles.of(0), 0)])
         assert observed == Observation(doing="scheduling")
         run.cancel()

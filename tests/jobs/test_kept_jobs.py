@@ -215,7 +215,7 @@ def test_a_handle_that_names_the_job_of_another_rank_keeps_no_other_from_its_res
     )
     key = Attempt(view_of(run).store, "otter", 1).key("handle.json")
     handle = json.loads(bytes(view_of(run).store.get(key)))
-    handle["metadata"]["job"] = view_of(run).reader.handle(2).metadata["job"]
+    handle["metadata"]["job"] = view_of(run).reader.handles.of(2).metadata["job"]
     view_of(run).store.put(key, to_bytes(handle))
     controller, told = attached(), list[str]()
     manager_of(controller).keep_here(
@@ -399,7 +399,7 @@ def test_a_closed_laptop_another_machine_brings_a_run_back_with_its_url_alone(hf
     assert launched.code == 0, launched
     run = attach("otter")
     eventually(lambda: "hanging" in run.logs(rank=0), "it hangs")
-    hf.kill(view_of(run).reader.handle(0).metadata["job"]["id"])
+    hf.kill(view_of(run).reader.handles.of(0).metadata["job"]["id"])
     elsewhere = {"XDG_STATE_HOME": str(tmp_path / "elsewhere"), "REPLICAS_RENDEZVOUS": ""}
     missing = here.replicas("watch", run.url, "--once", environ=elsewhere)
     assert (missing.code, "--task-digest" in missing.stderr) == (2, True), missing

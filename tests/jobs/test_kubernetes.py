@@ -309,7 +309,7 @@ def test_ranks_are_resumed_as_one_more_job(k8s: ApiServer) -> None:
     assert [outcome.attempt for outcome in again.outcomes()] == [1, 0, 1]
     (second,) = k8s.cluster.jobs.keys() - {first}
     assert second == f"{first.removesuffix('-a0-r0')}-a1-r0"
-    assert [view_of(again).reader.handle(rank).metadata["job"]["index"] for rank in range(3)] == [0, 1, 1]
+    assert [view_of(again).reader.handles.of(rank).metadata["job"]["index"] for rank in range(3)] == [0, 1, 1]
     k8s.until(lambda: k8s.cluster.jobs[second]["status"].get("failedIndexes") == "0,1")
     assert k8s.cluster.secrets.keys() == {first, second}
     assert "my-own-value" not in str(k8s.cluster.jobs)
@@ -342,7 +342,7 @@ def test_a_cancellation_is_noted_though_the_service_refuses_to_answer(k8s: ApiSe
     run = launch("k8s", "job.py:main", 1)
     k8s.write_kubeconfig("a-token-that-ran-out")
     with pytest.raises(JobServiceError, match="HTTP 401"):
-        KubernetesExecutor().cancel(view_of(run).reader.handle(0))
-    assert Attempt.of_handle(view_of(run).reader.handle(0), "k8s")[0].has("cancel.json")
+        KubernetesExecutor().cancel(view_of(run).reader.handles.of(0))
+    assert Attempt.of_handle(view_of(run).reader.handles.of(0), "k8s")[0].has("cancel.json")
     k8s.write_kubeconfig(k8s.token)
     run.cancel()

@@ -108,7 +108,7 @@ def test_the_standstill_of_a_heartbeat_counts_from_when_its_node_ceased_to_answe
     monkeypatch.setattr("executors.attempt.Attempt.beat", lambda self: beat)  # its node is dead: it beats no more
     service, now = KubernetesJobs(), [0.0]
     ends = JobOutcomeRecorder(service, JobStatePoller(service), clock=lambda: now[0])
-    handle = view_of(run).reader.handle(0)
+    handle = view_of(run).reader.handles.of(0)
     replica, job_id = JobReplica.of(view_of(run).newest_attempt(0), handle), handle.metadata["job"]
     k8s.cluster.lose_node(pod.name)
     assert ends.may_live(replica, service.state(job_id))

@@ -52,7 +52,7 @@ def test_a_run_id_that_was_removed_and_launched_again_does_not_get_the_old_runs_
 
     def launched() -> tuple[Run, str]:
         run = launch(RayExecutor(shared_disk=True), "job.py:main", 1, run_id="otter", detach=True)
-        return run, view_of(run).reader.handle(0).metadata["job"]["id"]
+        return run, view_of(run).reader.handles.of(0).metadata["job"]["id"]
 
     old, old_name = launched()
     attempt = Attempt(view_of(old).store, "otter", 0)

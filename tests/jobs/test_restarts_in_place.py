@@ -51,13 +51,13 @@ def service(request: pytest.FixtureRequest, s3: S3Server) -> Service:
         found = Service(
             "modal",
             lambda: len(modal.calls_of()),
-            lambda run, number: modal.kill(view_of(run).reader.handle(0).metadata["job"]["sandbox_id"], number),
+            lambda run, number: modal.kill(view_of(run).reader.handles.of(0).metadata["job"]["sandbox_id"], number),
         )
     else:
         hub: HubServer = request.getfixturevalue("hf")
 
         def send(run: Run, number: int) -> None:
-            process = hub.job(view_of(run).reader.handle(0).metadata["job"]["id"]).process
+            process = hub.job(view_of(run).reader.handles.of(0).metadata["job"]["id"]).process
             assert process is not None
             os.kill(process.pid, number)
 
@@ -94,8 +94,8 @@ def test_a_replica_that_is_killed_comes_back_in_its_container_and_the_service_is
     ended = first.outcome()
     assert ended is not None
     assert (ended.reason, ended.signal) == ("signal", "SIGKILL")
-    assert view_of(run).executor.poll(view_of(run).reader.handle(0)) == "succeeded"
-    assert [row["result"] for row in view_of(run).executor.collect([view_of(run).reader.handle(0)])] == [1]
+    assert view_of(run).executor.poll(view_of(run).reader.handles.of(0)) == "succeeded"
+    assert [row["result"] for row in view_of(run).executor.collect([view_of(run).reader.handles.of(0)])] == [1]
     assert [line for line in run.logs(rank=0).splitlines() if line.startswith("attempt")] == ["attempt 0", "attempt 1"]
 
 
@@ -103,13 +103,13 @@ def test_a_replica_that_came_back_in_its_container_can_be_cancelled(service: Ser
     run, first = start(service.backend, waits_until=2)
     os.kill(waiting(first), signal.SIGKILL)
     waiting(first.at(1))
-    assert view_of(run).executor.poll(view_of(run).reader.handle(0)) == "running"
+    assert view_of(run).executor.poll(view_of(run).reader.handles.of(0)) == "running"
     run.cancel()
     assert run.wait(60)
     outcome = first.at(1).outcome()
     assert outcome is not None
     assert (outcome.status, outcome.reason) == ("cancelled", "cancelled")
-    assert view_of(run).executor.poll(view_of(run).reader.handle(0)) == "cancelled"
+    assert view_of(run).executor.poll(view_of(run).reader.handles.of(0)) == "cancelled"
 
 
 def test_a_container_that_is_told_to_end_leaves_an_outcome_with_the_notice(service: Service) -> None:

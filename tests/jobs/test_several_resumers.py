@@ -147,14 +147,14 @@ def test_what_was_reported_of_an_attempt_is_not_taken_for_the_next_one_that_begi
     """Else who resumes then gives the rank a third attempt, and a second job."""
     launched(machines, 2).cancel()
     look, others = view_of(attached()).reader, iter([[], [0], [1]])
-    update = look.update
+    update = look.records.update
 
     def update_after_another_resumed(max_age_s: float = 0.0) -> None:
         if ranks := next(others, []):
             resume(attached(), ranks=ranks)
         update(max_age_s)
 
-    monkeypatch.setattr(look, "update", update_after_another_resumed)
+    monkeypatch.setattr(look.records, "update", update_after_another_resumed)
     assert [(str(state.status), state.attempt) for state in look.look([0, 1])] == [("pending", 1), ("pending", 0)]
 
 

@@ -73,13 +73,13 @@ def test_a_spare_of_a_detached_run_finds_a_rank_lost_and_takes_it_over_without_a
     more: Any = {"restarts": "2,backoff=0s", "spares": 1, "detach": True, "env": SOON}
     run = launch("modal", "job.py:main", 2, run_id="otter", **more)
     stands_by(run)
-    n_jobs, job = len(modal_runs.sandboxes), view_of(run).reader.handle(1).metadata["job"]
+    n_jobs, job = len(modal_runs.sandboxes), view_of(run).reader.handles.of(1).metadata["job"]
     modal_runs.kill(job["sandbox_id"], signal.SIGKILL)
     second = Attempt(view_of(run).store, run.run_id, 1, 1)
     eventually(lambda: second.has("heartbeat.json"), "the spare is rank 1", within_s=60)
     assert [(e.kind, e.start, e.how, e.reason) for e in log_of(run)] == [("restart", {1: 1}, "spare:0", "lost")]
     assert outcome_of_spare(run) == ("succeeded", "rank 1, attempt 1")
-    assert str(view_of(run).executor.poll(view_of(run).reader.handle(1))) == "running"
+    assert str(view_of(run).executor.poll(view_of(run).reader.handles.of(1))) == "running"
     end_well(run)
     assert run.results() == [0, 1]
     assert len(modal_runs.sandboxes) == n_jobs == 3

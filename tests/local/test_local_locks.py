@@ -30,7 +30,7 @@ from executors.testing.executor_contract import task
 def test_the_kernel_says_who_watches_over_a_replica(local: LocalProcessExecutor, state_home: Path) -> None:
     with launch(local, task("hang"), 2, run_id="mine") as run:
         folder = state_home / "replicas" / "mine"
-        supervisor = view_of(run).reader.handle(0).metadata["supervisor_pid"]
+        supervisor = view_of(run).reader.handles.of(0).metadata["supervisor_pid"]
         pids = [pid_of(handle) for handle in run.handles]
         assert [holder(folder, rank, 0) for rank in range(2)] == [supervisor] * 2
         assert holder(folder, 2, 0) is None
@@ -82,7 +82,7 @@ def test_a_link_in_the_place_of_the_locks_is_not_followed(tmp_path: Path) -> Non
 
 def test_a_run_is_cancelled_also_where_its_locks_are_not_found(local: LocalProcessExecutor, state_home: Path) -> None:
     run = launch(local, task("hang"), 1, run_id="mine")
-    pid = pid_of(view_of(run).reader.handle(0))
+    pid = pid_of(view_of(run).reader.handles.of(0))
     (state_home / "replicas" / "mine" / NAME).unlink()
     attach("mine").cancel()
     eventually(lambda: not is_alive(pid), "its supervisor sees the marker")

@@ -267,7 +267,7 @@ def test_a_newer_attempt_is_seen_with_its_own_handle() -> None:
     assert run.status().status == "failed"
     metadata = {"run_id": "wide", "store_url": store.url, "machine": ELSEWHERE, "attempt": 1}
     write(store, 0, "handle", local_handle(0, **metadata), attempt=1)
-    assert (run.status().status, view_of(run).reader.handle(0).metadata["attempt"]) == ("pending", 1)
+    assert (run.status().status, view_of(run).reader.handles.of(0).metadata["attempt"]) == ("pending", 1)
     assert executor.asked == [[(0, 1)]]
 
 
@@ -298,7 +298,7 @@ def test_of_two_who_look_at_the_same_time_neither_takes_back_what_the_other_saw(
     assert view_of(run).newest_attempt(0).number == 1
     store.may_go.set()
     early.join(30)
-    assert view_of(run).reader.attempt(0).number == 1
+    assert view_of(run).reader.records.attempt(0).number == 1
 
 
 class LateStore(MemoryStore):

@@ -136,7 +136,7 @@ class Machines:
 
     def job_of(self, run: Run, rank: int) -> FakeJob:
         """Return the job that a handle of a run names."""
-        (found,) = [each for each in self.jobs if each.id == view_of(run).reader.handle(rank).metadata["job"]["id"]]
+        (found,) = [each for each in self.jobs if each.id == view_of(run).reader.handles.of(rank).metadata["job"]["id"]]
         return found
 
     def release(self) -> None:

@@ -111,7 +111,7 @@ def wants_attention(now: RunStatus, inventory: Inventory, newest: Callable[[int]
         newest: returns a rank's newest attempt.
 
     Example:
-        wants_attention(run.status(), view.reader.inventory, view.newest_attempt)  # {3: "may hang: …"}
+        wants_attention(run.status(), view.reader.records.inventory, view.newest_attempt)  # {3: "may hang: …"}
     """
     found = {}
     for state in now.replicas:

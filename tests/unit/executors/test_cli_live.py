@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -341,9 +342,7 @@ def test_a_table_of_many_ranks_shows_the_failed_ones_and_counts_the_rest() -> No
 class FailingObserver:
     """What a wait looks at: the time is over before it looks again."""
 
-    ranks = (0,)
-    run_id = "mine"
-    record = RECORD
+    records = SimpleNamespace(ranks=(0,), run_id="mine", record=RECORD)
     error: ReplicasError | None = None
 
     def look(self) -> list[ReplicaState]:

@@ -283,7 +283,7 @@ def test_a_restart_that_nobody_begins_waits_for_a_controller_also_where_the_log_
     run = run_of(failed(finished_at=at), None, log=log)
     status = run.status()
     assert status.replicas[0].note == "waits for a controller: replicas watch memory://restarts/wide"
-    assert set(wants_attention(status, view_of(run).reader.inventory, view_of(run).newest_attempt)) == {0}
+    assert set(wants_attention(status, view_of(run).reader.records.inventory, view_of(run).newest_attempt)) == {0}
 
 
 def test_the_document_counts_restarts() -> None:
