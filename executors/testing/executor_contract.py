@@ -339,7 +339,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
         assert "result['loss'][3]" in row["error"]
         assert "save_artifact" in row["error"]
 
-    def test_leaving_without_a_result_is_a_failure_that_keeps_the_code(self, executor: ServerlessExecutor) -> None:
+    def test_an_exit_without_a_result_is_a_failure_with_the_exit_code(self, executor: ServerlessExecutor) -> None:
         ways: list[dict[str, Any]] = [{"code": 3, "how": "sys"}, {"code": 0, "how": "os"}, {"code": 3, "how": "os"}]
         launched = [self.launched(executor, 1, task("leave"), way) for way in ways]
         for way, handles in zip(ways, launched, strict=True):
@@ -443,7 +443,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
         handles = self.launched(executor, 2, task("hang"), {})
         self.cancelled(executor, handles)
 
-    def test_a_replica_deaf_to_sigterm_is_cancelled_all_the_same(self, executor: ServerlessExecutor) -> None:
+    def test_a_replica_that_ignores_sigterm_can_still_be_cancelled(self, executor: ServerlessExecutor) -> None:
         handles = self.launched(executor, 1, task("hang_deaf"), {})
         self.hanging(executor, handles)
         self.cancelled(executor, handles)

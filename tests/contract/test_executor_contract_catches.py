@@ -17,7 +17,7 @@ from executors.testing.helpers import environment
 
 
 class DrainsItsResults(PopenExecutor):
-    """The second `collect` finds nothing."""
+    """A mutant whose second `collect` finds no results."""
 
     def collect(self, handles: list[Any], *, timeout: int | None = None) -> list[dict[str, Any]]:
         rows = super().collect(handles, timeout=timeout)
@@ -29,7 +29,7 @@ class DrainsItsResults(PopenExecutor):
 
 
 class KillsWhenItsPatienceEnds(PopenExecutor):
-    """A read call that destroys the job."""
+    """A mutant that kills the job if a read call runs out of time."""
 
     def collect(self, handles: list[Any], *, timeout: int | None = None) -> list[dict[str, Any]]:
         rows = super().collect(handles, timeout=timeout)
@@ -45,7 +45,7 @@ class CallsACancellationAFailure(PopenExecutor):
 
 
 class AsksPolitelyOnly(PopenExecutor):
-    """Sends SIGTERM, and never SIGKILL."""
+    """A mutant that sends SIGTERM, and never SIGKILL."""
 
     def cancel(self, handle: Any) -> None:
         if handle.process.poll() is None:
@@ -54,7 +54,7 @@ class AsksPolitelyOnly(PopenExecutor):
 
 
 class KeepsOneLaunch(PopenExecutor):
-    """Finds replicas by rank alone, so that a second launch takes the first one's place."""
+    """A mutant that finds replicas by rank alone, so a second launch replaces the first one."""
 
     def launch_replicas(self, *args: Any, **kwargs: Any) -> list[Any]:
         self.latest = super().launch_replicas(*args, **kwargs)
@@ -102,7 +102,7 @@ MUTANTS: list[tuple[type[PopenExecutor], Callable[[Any], None]]] = [
     ),
     (KillsWhenItsPatienceEnds, CONTRACT.test_collects_own_time_limit_ends_nothing),
     (CallsACancellationAFailure, CONTRACT.test_what_is_cancelled_stays_cancelled_and_leaves_the_others),
-    (AsksPolitelyOnly, CONTRACT.test_a_replica_deaf_to_sigterm_is_cancelled_all_the_same),
+    (AsksPolitelyOnly, CONTRACT.test_a_replica_that_ignores_sigterm_can_still_be_cancelled),
     (KeepsOneLaunch, CONTRACT.test_two_launches_of_one_executor_stay_apart),
     (AnswersInItsOwnOrder, CONTRACT.test_rows_come_in_the_order_of_the_handles_given),
     (HasNoTimeLimit, CONTRACT.test_a_time_limit_is_enforced),

@@ -1,7 +1,7 @@
 """Hugging Face Jobs keep the contract of an executor: at the local Hub, and with `-m live` at the service itself.
 
-In every run of the tests `JobExecutor` keeps it, and the service the contract of its calls: what is between them is
-in `jobs/test_hf_jobs`.
+Every test run checks the contract of `JobExecutor`, and the contract of the service's calls. `jobs/test_hf_jobs` tests
+the code between the two.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from executors.testing import ExecutorContract
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_AT_THE_SERVICE_S = 900.0  # its queue and its image come first
+PATIENCE_AT_THE_SERVICE_S = 900.0  # seconds; the job first waits in the queue and for its image
 
 
 class TestHFJobs(ExecutorContract):
@@ -36,7 +36,9 @@ class TestHFJobs(ExecutorContract):
 @pytest.mark.live
 @pytest.mark.timeout(2 * PATIENCE_AT_THE_SERVICE_S)
 class TestHFJobsLive(ExecutorContract):
-    """The same at the service, for HF_TOKEN's account, meeting at the S3 url REPLICAS_LIVE_RENDEZVOUS. Costs little."""
+    """The contract at the service itself, with the account of HF_TOKEN and the rendezvous REPLICAS_LIVE_RENDEZVOUS, an
+    S3 url. It costs little.
+    """
 
     reaches_local_store = False
     patience_s = PATIENCE_AT_THE_SERVICE_S
@@ -45,7 +47,7 @@ class TestHFJobsLive(ExecutorContract):
     def executor(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerlessExecutor:
         for name in ("HF_TOKEN", "REPLICAS_LIVE_RENDEZVOUS"):
             if name not in LIVE:
-                pytest.skip(f"{name} is not set: nothing is asked of the service")
+                pytest.skip(f"{name} is not set, so the service is not tested")
         for name, value in LIVE.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("REPLICAS_RENDEZVOUS", os.environ["REPLICAS_LIVE_RENDEZVOUS"])

@@ -41,10 +41,10 @@ class TestInlineExecutor(ExecutorContract):
     def executor(self) -> ServerlessExecutor:
         return InlineExecutor()
 
-    def test_a_replica_deaf_to_sigterm_is_cancelled_all_the_same(self, executor: ServerlessExecutor) -> None:
+    def test_a_replica_that_ignores_sigterm_can_still_be_cancelled(self, executor: ServerlessExecutor) -> None:
         pytest.skip("its launch returns when the replica has ended")
 
-    def test_leaving_without_a_result_is_a_failure_that_keeps_the_code(self, executor: ServerlessExecutor) -> None:
+    def test_an_exit_without_a_result_is_a_failure_with_the_exit_code(self, executor: ServerlessExecutor) -> None:
         (row,) = self.collected(executor, executor.launch_replicas(1, task("leave"), {"code": 3, "how": "sys"}))
         assert (row["status"], row["reason"], row["exit_code"]) == ("failed", "no_result", 3)
 

@@ -36,7 +36,7 @@ class TestJobExecutor(ExecutorContract):
             (job,) = [job for job in self.machines.jobs if job.id == handle.metadata["job"]["id"]]
             self.machines.end(job, "preempted", gently=True)
 
-    def test_it_has_all_that_the_executors_of_this_package_add(self, executor: ServerlessExecutor) -> None:
+    def test_the_job_executor_is_a_backend(self, executor: ServerlessExecutor) -> None:
         assert isinstance(executor, Backend)
 
 
@@ -57,7 +57,7 @@ class TestGroupingJobExecutor(TestJobExecutor):
 Test = Callable[[Any], None]
 
 
-def test_what_an_engine_can_do_to_an_executor_is_looked_for(
+def test_tests_of_the_contract_catch_executors_that_break_promises_about_their_engine(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of these tests fails if the executor or the service breaks the promise that it tests."""

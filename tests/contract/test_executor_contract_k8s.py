@@ -51,7 +51,9 @@ class TestKubernetes(ExecutorContract):
 @pytest.mark.k8s
 @pytest.mark.timeout(2 * PATIENCE_S)
 class TestKubernetesLive(ExecutorContract):
-    """The same at the cluster of KUBECONFIG's current context, meeting at the S3 url REPLICAS_LIVE_RENDEZVOUS."""
+    """The contract at the cluster of KUBECONFIG's current context, with the rendezvous REPLICAS_LIVE_RENDEZVOUS, an S3
+    url.
+    """
 
     reaches_local_store = False
     patience_s = PATIENCE_S
@@ -60,7 +62,7 @@ class TestKubernetesLive(ExecutorContract):
     def executor(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerlessExecutor:
         for name in ("KUBECONFIG", "REPLICAS_LIVE_RENDEZVOUS"):
             if name not in LIVE:
-                pytest.skip(f"{name} is not set: no cluster is asked")
+                pytest.skip(f"{name} is not set, so no cluster is tested")
             monkeypatch.setenv(name, LIVE[name])
         monkeypatch.setenv("REPLICAS_RENDEZVOUS", LIVE["REPLICAS_LIVE_RENDEZVOUS"])
         monkeypatch.chdir(tmp_path)

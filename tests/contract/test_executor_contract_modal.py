@@ -1,6 +1,6 @@
 """The Modal executor keeps the contract of an executor: at a control plane on loopback, and with `-m live` at Modal.
 
-What differs between the SDK's two back ends, `test_job_service_contract` and `jobs/test_modal` prove on both.
+`test_job_service_contract` and `jobs/test_modal` test the differences between the SDK's two back ends.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ NO_ACCOUNT = sorted({"MODAL_TOKEN_ID", "REPLICAS_LIVE_RENDEZVOUS"} - set(os.envi
 
 
 class WithGpus(ModalExecutor):
-    """Asks for a GPU for each replica, and so for sandboxes of the SDK's older back end."""
+    """Requests a GPU for each replica, which selects the SDK's older back end."""
 
     def start_ranks(self, start: StartSpec, *more: Any) -> list[ReplicaHandle]:
         return super().start_ranks(replace(start, gpu=start.gpu or "H100"), *more)
 
 
 class TestModalExecutor(ExecutorContract):
-    """On sandboxes without GPUs, which Modal starts at once."""
+    """The contract with sandboxes without GPUs, which Modal starts at once."""
 
     @pytest.fixture
     def executor(self, modal_runs: ModalServer) -> ServerlessExecutor:
@@ -45,7 +45,10 @@ class TestModalExecutor(ExecutorContract):
 @pytest.mark.skipif(bool(NO_ACCOUNT), reason=f"{' and '.join(NO_ACCOUNT)} not set")
 @pytest.mark.timeout(1200)
 class TestModalItself(ExecutorContract):
-    """At Modal itself: needs a token, and a bucket that both sides reach as `REPLICAS_LIVE_RENDEZVOUS`."""
+    """The contract at Modal itself.
+
+    It needs a token, and a bucket that both sides reach, in `REPLICAS_LIVE_RENDEZVOUS`.
+    """
 
     patience_s = 600.0
     make: type[ModalExecutor] = ModalExecutor

@@ -19,7 +19,7 @@ class TestSlurm(ExecutorContract):
     @pytest.fixture
     def executor(self, slurm: Cluster, slurm_commands: Commands) -> ServerlessExecutor:
         self.cluster, self.commands = slurm, slurm_commands
-        return SlurmExecutor(partition="low", cpus=8)  # which is a node: an eviction meets one replica
+        return SlurmExecutor(partition="low", cpus=8)  # as many as a node has, so that an eviction hits one replica
 
     def kill(self, executor: ServerlessExecutor, handle: ReplicaHandle) -> None:
         self.cluster.kill_job(job_of(handle))
@@ -40,5 +40,5 @@ class TestSlurm(ExecutorContract):
 
 
 def job_of(handle: ReplicaHandle) -> str:
-    """Name a replica's job as Slurm's commands do."""
+    """Return the id of a replica's job for Slurm's commands."""
     return "{id}_{task}".format(**handle.metadata["job"])

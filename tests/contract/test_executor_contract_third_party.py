@@ -41,7 +41,7 @@ class TestThirdPartyExecutor(ExecutorContract):
         "test_an_entrypoint_that_does_not_exist_is_refused_by_name": NO_CHECKS,
         "test_arguments_that_do_not_fit_are_refused_before_anything_starts": NO_CHECKS,
         "test_a_result_that_is_not_json_is_a_failure_that_names_its_place": NO_REASONS,
-        "test_leaving_without_a_result_is_a_failure_that_keeps_the_code": NO_REASONS,
+        "test_an_exit_without_a_result_is_a_failure_with_the_exit_code": NO_REASONS,
         "test_the_rank_can_have_one_more_variable": "it passes all arguments on",
     }
 
@@ -53,13 +53,13 @@ class TestThirdPartyExecutor(ExecutorContract):
         os.kill(handle.process.pid, signal.SIGKILL)
 
 
-def test_the_third_partys_module_imports_nothing_of_ours() -> None:
+def test_the_third_party_module_imports_nothing_from_this_project() -> None:
     source = Path(sys.modules[PopenExecutor.__module__].__file__ or "").read_text()
     assert "executors" not in source
     assert "diloco" not in source
 
 
-def test_it_gets_a_name_and_json_arguments_and_a_word_on_the_directory_it_must_see(
+def test_a_third_party_gets_a_name_json_arguments_and_a_warning_about_the_directory_it_must_reach(
     executor: PopenExecutor, capfd: pytest.CaptureFixture[str], state_home: Path, tmp_path: Path
 ) -> None:
     run = launch(executor, task("echo"), 2, args={"a": 1})
@@ -116,7 +116,7 @@ def test_a_replica_killed_on_a_third_party_is_lost_and_the_run_ends(executor: Po
     assert rows[1].reason in ("signal", "lost")
 
 
-def test_a_run_on_a_third_party_can_be_cancelled_and_leaving_the_block_does(executor: PopenExecutor) -> None:
+def test_a_run_on_a_third_party_can_be_cancelled_and_the_end_of_the_block_cancels_it(executor: PopenExecutor) -> None:
     with launch(executor, task("hang"), 2) as left:
         eventually(lambda: "hanging" in left.logs(rank=0))
     run = launch(executor, task("hang"), 2)
@@ -131,7 +131,7 @@ def test_a_run_on_a_third_party_can_be_cancelled_and_leaving_the_block_does(exec
 
 
 class NotedExecutor(PopenExecutor):
-    """An executor whose handles can be noted in the run's store, and that refuses to cancel rank 0."""
+    """An executor whose handles can be stored in the run's store, and that refuses to cancel rank 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class NotedExecutor(PopenExecutor):
 
 @pytest.mark.usefixtures("third_party")
 @pytest.mark.parametrize("kind", [StoreError, KeyboardInterrupt])
-def test_a_third_partys_replicas_are_cancelled_when_their_handles_cannot_be_noted(
+def test_replicas_of_a_third_party_are_cancelled_if_their_handles_cannot_be_stored(
     kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
@@ -174,7 +174,7 @@ print(run.url, *(handle.process.pid for handle in run.handles))
 
 
 def leave(tmp_path: Path, *args: str) -> tuple[str, list[int], str]:
-    """Run a script that launches and ends without waiting; return the run's url, its processes, and stderr."""
+    """Run a script that launches and ends without waiting. Return the run's url, its processes, and stderr."""
     (tmp_path / "leaves.py").write_text(LEAVES)
     command = [sys.executable, "leaves.py", *args]
     found = environment(TMPDIR=str(tmp_path))
@@ -184,7 +184,7 @@ def leave(tmp_path: Path, *args: str) -> tuple[str, list[int], str]:
     return url, list(map(int, pids)), left.stderr
 
 
-def test_a_script_that_ends_without_waiting_ends_the_replicas_of_a_third_party_and_says_so(tmp_path: Path) -> None:
+def test_a_script_that_ends_without_waiting_ends_its_third_party_replicas_and_prints_that(tmp_path: Path) -> None:
     url, pids, said = leave(tmp_path)
     assert not any(map(is_alive, pids))
     run_id = url.rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""FarStore, the store of benchmarks of slow links, has one exact rate in each direction for all its users."""
+"""Tests FarStore, with which benchmarks simulate slow links: all users share one exact rate in each direction."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from executors.store.file import FileStore
 
 LATENCY_S = 0.5
 MB = 8 * PIECE_BYTES
-"""Passes in a second."""
+"""The bytes that pass in one second."""
 
 
 class Link:
-    """A far store in simulated time, which passes by sleeping alone, and when each user of it was done."""
+    """A far store in simulated time, which passes only when a user sleeps. It records when each user was done."""
 
     def __init__(self) -> None:
         self.world = World(0, Faults())
@@ -34,7 +34,7 @@ class Link:
         return FarStore(store, LATENCY_S, MB, clock=self.world.clock, sleep=self.world.sleep)
 
     def at_once(self, **users: Callable[[], object]) -> dict[str, float]:
-        """Let some users have their calls at the same time; return when each was done."""
+        """Let some users make their calls at the same time, and return the time at which each was done."""
 
         def run(name: str, act: Callable[[], object]) -> None:
             act()
@@ -87,21 +87,21 @@ def test_reads_at_once_share_the_rate_and_directions_do_not() -> None:
     assert done_s["b"] == 4.5, "together as long as one after the other"
 
 
-def test_processes_have_a_link_each() -> None:
+def test_each_process_has_its_own_link() -> None:
     link = Link()
     link.near.put("a", b"x" * MB)
     other = link.behind(link.near)
     assert link.at_once(one=lambda: link.store.get("a"), two=lambda: other.get("a")) == {"one": 1.5, "two": 1.5}
 
 
-def test_what_wakes_up_late_loses_no_time_of_the_link() -> None:
+def test_a_user_that_wakes_up_late_loses_no_time_of_the_link() -> None:
     link = Link()
     sleep, late_s = link.world.sleep, iter([0.0] + 3 * [0.01] + 20 * [0.0])
     link.store._sleep = lambda seconds: sleep(seconds + next(late_s))
     assert link.at_once(late=lambda: link.store.put("a", b"x" * MB)) == {"late": 1.5}
 
 
-def test_an_object_is_there_when_its_last_byte_has_passed() -> None:
+def test_an_object_exists_when_its_last_byte_has_passed() -> None:
     link = Link()
     seen: dict[float, bool] = {}
 
@@ -115,7 +115,7 @@ def test_an_object_is_there_when_its_last_byte_has_passed() -> None:
 
 
 @pytest.mark.parametrize(("making_s", "done_s"), [(0.25, 2.75), (1.0, 3.5), (2.0, 6.5)])
-def test_a_streamed_write_travels_while_it_is_made(tmp_path: Path, making_s: float, done_s: float) -> None:
+def test_a_streamed_write_is_sent_while_its_content_is_computed(tmp_path: Path, making_s: float, done_s: float) -> None:
     world = World(0, Faults())
     store = FarStreamingStore(FileStore(tmp_path), LATENCY_S, MB, clock=world.clock, sleep=world.sleep)
     assert RetryingStore(store, clock=world.clock, patience=lasting(1)).streams

@@ -66,7 +66,7 @@ class TestModalJobs(JobServiceContract):
 
 
 class TestModalJobsWithGpus(TestModalJobs):
-    """On sandboxes of the SDK's older back end."""
+    """The contract with sandboxes of the SDK's older back end."""
 
     gpu: ClassVar[str | None] = "H100"
     expected_failures: ClassVar[dict[str, str]] = {

@@ -33,16 +33,16 @@ class TestKubernetesJobs(JobServiceContract):
 @pytest.mark.k8s
 @pytest.mark.timeout(2 * PATIENCE_S)
 class TestKubernetesJobsLive(JobServiceContract):
-    """The same at the cluster of KUBECONFIG's current context. It needs no bucket."""
+    """The contract at the cluster of KUBECONFIG's current context. It needs no bucket."""
 
     patience_s = PATIENCE_S
 
     @pytest.fixture
     def service(self, monkeypatch: pytest.MonkeyPatch) -> JobService:
         if "KUBECONFIG" not in LIVE:
-            pytest.skip("KUBECONFIG is not set: no cluster is asked")
+            pytest.skip("KUBECONFIG is not set, so no cluster is tested")
         monkeypatch.setenv("KUBECONFIG", LIVE["KUBECONFIG"])
-        # Else a limit of 1 s takes half an hour.
+        # Without this setting, a limit of 1 s takes half an hour.
         monkeypatch.setattr("executors.backends.kubernetes_manifest.PULL_S", 0)
         made = KubernetesExecutor().service
         self.cluster = LiveCluster(made)

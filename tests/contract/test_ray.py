@@ -30,7 +30,7 @@ pytestmark = [
 
 SCRIPT = "print('mine')"
 PATIENCE_S = 180.0  # a job takes 2 s, and half a minute on a busy machine
-MORE_THAN_THERE_IS = 1000.0  # CPUs: such a job waits
+MORE_THAN_THERE_IS = 1000.0  # the number of CPUs that no node has, so such a job waits
 
 
 def job(run_id: str, rank: int = 0) -> JobSpec:
@@ -96,11 +96,12 @@ class TestRay(ExecutorContract):
         return OnThisMachine()
 
     def kill(self, executor: ServerlessExecutor, handle: ReplicaHandle) -> None:
-        """Kill what Ray has beside the replica; that ends the replica, as the end of its node does."""
+        """Kill Ray's own processes beside the replica. That ends the replica, like the loss of its node."""
         ours = {"REPLICA_RUN_ID": handle.metadata["run_id"], "REPLICA_RANK": str(handle.rank)}
         everyone = [int(each.name) for each in Path("/proc").glob("[0-9]*")]
         pids = {pid for pid in everyone if ours.items() <= environment_of(pid).items()}
-        (supervisor,) = [pid for pid in pids if parent_of(pid) not in pids]  # Ray gives it the replica's environment
+        # Ray starts this process with the replica's environment
+        (supervisor,) = [pid for pid in pids if parent_of(pid) not in pids]
         os.kill(supervisor, signal.SIGKILL)
 
     def lose_reply(self, executor: ServerlessExecutor) -> Callable[[], int]:
@@ -134,14 +135,14 @@ def test_a_token_that_is_missing_or_wrong_is_refused_and_nothing_is_written(
     assert list_runs() == []
 
 
-def test_a_start_that_is_repeated_starts_nothing(head: RayHead) -> None:
+def test_a_repeated_start_starts_no_second_job(head: RayHead) -> None:
     service = RayExecutor().service
     started = service.start(job("twice"))
     assert service.start(job("twice")) == started
     assert [each["submission_id"] for each in head.jobs()].count(started["id"]) == 1
 
 
-def test_a_log_begins_with_the_users_lines_but_two(head: RayHead) -> None:
+def test_a_log_has_at_most_two_lines_before_the_users_lines(head: RayHead) -> None:
     service = RayExecutor().service
     job_id = service.start(job("log"))
     eventually(lambda: service.logs(job_id, 10) == "mine\n", within_s=PATIENCE_S)
@@ -149,7 +150,7 @@ def test_a_log_begins_with_the_users_lines_but_two(head: RayHead) -> None:
     assert (len(written), written[0].endswith("Runtime env is setting up."), written[2]) == (3, True, "mine")
 
 
-def test_a_package_that_was_collected_is_there_again_for_the_next_launch(head: RayHead) -> None:
+def test_a_deleted_package_is_uploaded_again_for_the_next_launch(head: RayHead) -> None:
     for rank in (0, 1):
         service = RayExecutor().service
         job_id = service.start(job("package", rank))
@@ -158,7 +159,7 @@ def test_a_package_that_was_collected_is_there_again_for_the_next_launch(head: R
         head.forget_package(package_of(SCRIPT)[0])
 
 
-def test_a_list_of_64_jobs_is_short_holds_no_credential_and_those_that_wait_are_cancelled_at_once(
+def test_a_list_of_64_jobs_is_short_and_has_no_credentials_and_waiting_jobs_are_cancelled_at_once(
     head: RayHead, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REPLICAS_RENDEZVOUS", s3.url("runs"))
@@ -173,7 +174,7 @@ def test_a_list_of_64_jobs_is_short_holds_no_credential_and_those_that_wait_are_
     assert {str(outcome.reason) for outcome in run.outcomes()} == {"cancelled"}
 
 
-def test_replicas_meet_in_a_bucket_and_those_that_find_no_room_go_when_the_others_are_done(
+def test_replicas_meet_in_a_bucket_and_waiting_ones_start_when_others_have_ended(
     head: RayHead, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REPLICAS_RENDEZVOUS", s3.url("runs"))
@@ -183,7 +184,7 @@ def test_replicas_meet_in_a_bucket_and_those_that_find_no_room_go_when_the_other
     assert first.finished_at <= (second.started_at or 0.0)
 
 
-def test_a_job_that_somebody_stops_at_ray_ends_with_a_word_about_that_and_is_not_restarted(head: RayHead) -> None:
+def test_a_job_that_a_user_stops_at_ray_ends_with_that_reason_and_is_not_restarted(head: RayHead) -> None:
     run = launch(OnThisMachine(), task("hang"), 1, restarts="3,backoff=0s")
     eventually(lambda: "hanging" in run.logs(rank=0), within_s=PATIENCE_S)
     head.ask("POST", f"/api/jobs/{view_of(run).reader.handles.of(0).metadata['job']['id']}/stop")
@@ -193,7 +194,7 @@ def test_a_job_that_somebody_stops_at_ray_ends_with_a_word_about_that_and_is_not
     assert "terminated by SIGTERM, sent by Ray or its administrators" in (outcome.error or "")
 
 
-def test_without_its_head_nothing_is_started_and_nobody_is_told_to_be_lost(head: RayHead) -> None:
+def test_without_the_head_nothing_starts_and_no_replica_counts_as_lost(head: RayHead) -> None:
     executor = OnThisMachine()
     run = launch(executor, task("hang"), 1)
     eventually(lambda: "hanging" in run.logs(rank=0), within_s=PATIENCE_S)

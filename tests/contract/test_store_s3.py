@@ -1,4 +1,4 @@
-"""The promises of S3Store alone: it survives faults, reads whole ranges, and shows no secrets."""
+"""Tests promises that only S3Store makes: it survives faults, reads whole ranges, and shows no secrets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def s3(moto: S3Server) -> S3Server:
-    return moto  # the store's own tests ask more of a server than others do
+    return moto  # the tests of the store need more of a server than other tests do
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def store(s3: S3Server, clock: Clock) -> S3Store:
 # --- creating and writing
 
 
-def test_a_creation_whose_reply_was_lost_is_known_as_ones_own(s3: S3Server, store: S3Store) -> None:
+def test_a_create_whose_reply_was_lost_is_recognized_as_this_writers_own(s3: S3Server, store: S3Store) -> None:
     small, large = [b"mine"], [bytes([index]) * (MIB + index) for index in range(4)]
     for fault, parts in (("lost", small), ("dropped", small), ("lost", large)):
         key = f"{fault}/{len(parts)}"
@@ -51,7 +51,7 @@ def test_a_creation_whose_reply_was_lost_is_known_as_ones_own(s3: S3Server, stor
         assert not store.put_if_absent(key, parts), "the same bytes, and no reply was lost: somebody else's"
 
 
-def test_a_creation_that_failed_and_was_beaten_is_known_as_lost(s3: S3Server) -> None:
+def test_a_create_that_failed_while_another_writer_won_is_reported_as_lost(s3: S3Server) -> None:
     for theirs in (b"them", b"longer than ours"):
         s3.empty()
         other = S3Store(s3.url())
@@ -70,7 +70,7 @@ def test_a_conflicting_creation_is_tried_again(s3: S3Server, store: S3Store, clo
     assert random.random() == random.Random(1).random(), "the jitter took the user's random numbers"
 
 
-def test_a_server_that_stays_unavailable_is_given_up_at_the_deadline(
+def test_requests_to_an_unavailable_server_are_given_up_at_the_deadline(
     s3: S3Server, store: S3Store, clock: Clock
 ) -> None:
     s3.misbehave(unavailable=1.0)
@@ -107,7 +107,7 @@ def test_an_object_larger_than_one_request_may_be_is_refused_before_it_is_sent(s
     assert len(s3.requests()) == before
 
 
-def test_a_large_write_goes_through_faults_whole(s3: S3Server, store: S3Store) -> None:
+def test_a_large_write_is_complete_in_spite_of_faults(s3: S3Server, store: S3Store) -> None:
     parts = [os.urandom(MIB), os.urandom(17), os.urandom(MIB // 2)]
     for fault in ("dropped", "unavailable", "lost"):
         s3.misbehave_once(fault, "PUT", "runs/large")
@@ -166,7 +166,7 @@ def test_a_reply_that_is_cut_off_is_read_again(s3: S3Server, store: S3Store) -> 
     for fault in ("truncated", "short", "unavailable", "dropped"):
         for which in (0, 1, 3):
             for _ in range(which):
-                s3.misbehave_once("", "GET", "runs/large")  # this one is well
+                s3.misbehave_once("", "GET", "runs/large")  # this reply is complete
             s3.misbehave_once(fault, "GET", "runs/large")
             assert store.get("large") == value, (fault, which)
 
@@ -176,13 +176,13 @@ def test_ranges_of_different_objects_are_never_joined(s3: S3Server, store: S3Sto
     store.put("model", values[0])
     other = S3Store(s3.url("runs"))
     s3.misbehave_once("", "GET", "runs/model")
-    s3.misbehave_once("unavailable", "GET", "runs/model")  # makes the reader sleep between two of its ranges
+    s3.misbehave_once("unavailable", "GET", "runs/model")  # this fault makes the reader sleep between two ranges
     sleep: Callable[[float], None] = lambda _: other.put("model", values[1])  # noqa: E731
     reader = S3Store(s3.url("runs"), range_bytes=MIB, parallel_ranges=1, sleep=sleep)
     assert reader.get("model") == values[1]
 
 
-def test_a_server_without_ranges_is_read_all_the_same(s3: S3Server, store: S3Store) -> None:
+def test_a_server_without_ranges_can_still_be_read(s3: S3Server, store: S3Store) -> None:
     value = os.urandom(3 * MIB)
     store.put("large", value)
     s3.misbehave(knows_no_ranges=True)
@@ -212,7 +212,7 @@ def test_reading_needs_one_buffer_of_the_objects_size(s3: S3Server, store: S3Sto
     assert peak_bytes < 40 * MIB
 
 
-def test_a_listing_of_many_pages_is_whole_and_goes_through_faults(
+def test_a_listing_of_many_pages_is_complete_in_spite_of_faults(
     s3: S3Server, store: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = [f"k/{index:03d}" for index in range(25)]
@@ -227,11 +227,11 @@ def test_a_listing_of_many_pages_is_whole_and_goes_through_faults(
     assert len(s3.requests("GET")) == 6
 
 
-def test_a_prefix_holds_its_own_keys_and_no_others(s3: S3Server) -> None:
+def test_a_listing_below_a_prefix_has_only_its_keys(s3: S3Server) -> None:
     first, second, root = S3Store(s3.url("a")), S3Store(s3.url("a b")), S3Store(s3.url())
     first.put("x", b"1")
     second.put("x", b"2")
-    for key in ("a/", "a/folder/"):  # as some consoles create
+    for key in ("a/", "a/folder/"):  # some consoles create such an object for a folder
         root._client.put_object(Bucket=BUCKET, Key=key, Body=b"")
     assert [entry.key for entry in first.list("")] == [entry.key for entry in second.list("x")] == ["x"]
     assert [entry.key for entry in root.list("")] == ["a b/x", "a/x"]
@@ -242,7 +242,7 @@ def test_a_prefix_holds_its_own_keys_and_no_others(s3: S3Server) -> None:
     first.put(key[:-8], b"x")
 
 
-def test_folders_are_named_once_without_a_listing_of_what_they_hold(
+def test_folders_are_listed_once_without_listing_their_content(
     s3: S3Server, store: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert isinstance(store, FolderStore)
@@ -250,7 +250,8 @@ def test_folders_are_named_once_without_a_listing_of_what_they_hold(
     for key in ("b/2", "a/1", "a/x/1", "a/x/2", "a/y/1", "file"):
         store.put(key, b"x")
     other.put("runs2/no", b"x")
-    for key in ("runs/", "runs/.probe~/x"):  # what some consoles create, and what opening leaves for a moment
+    # objects that some consoles create, and one that opening the store creates for a moment
+    for key in ("runs/", "runs/.probe~/x"):
         other._client.put_object(Bucket=BUCKET, Key=key, Body=b"")
     client = store._client
     real = client.list_objects_v2
@@ -263,7 +264,7 @@ def test_folders_are_named_once_without_a_listing_of_what_they_hold(
 # --- connections
 
 
-def test_connections_are_kept(s3: S3Server, store: S3Store) -> None:
+def test_connections_are_reused(s3: S3Server, store: S3Store) -> None:
     store.put("large", bytes(8 * MIB))
     for index in range(20):
         store.put_if_absent(f"small/{index}", b"x")

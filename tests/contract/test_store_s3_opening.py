@@ -29,7 +29,7 @@ from executors.testing.helpers import environment
 
 @pytest.fixture
 def s3(moto: S3Server) -> S3Server:
-    return moto  # the store's own tests ask more of a server than others do
+    return moto  # the tests of the store need more of a server than other tests do
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_store_is_opened_again_by_its_url(s3: S3Server, monkeypatch: pytest.Mo
     assert s3.requests("PUT", f"/{BUCKET}/x/a"), "in path style"
 
 
-def test_amazons_own_endpoint_is_addressed_in_its_own_style(s3: S3Server) -> None:
+def test_amazons_endpoint_is_not_addressed_in_path_style(s3: S3Server) -> None:
     client, _ = connect(S3Address.parse("s3://b?region=eu-west-1"), 8)
     assert client.meta.endpoint_url == "https://s3.eu-west-1.amazonaws.com"
     assert client.meta.config.s3["addressing_style"] == "auto"
@@ -88,7 +88,7 @@ def test_a_server_that_does_not_create_exclusively_is_refused(s3: S3Server) -> N
     assert list(open_store(s3.url()).list("")) == []
 
 
-def test_what_the_credentials_do_not_allow_is_named(s3: S3Server) -> None:
+def test_an_operation_that_the_credentials_do_not_allow_is_named(s3: S3Server) -> None:
     open_store(s3.url()).put("a", b"1")
     s3.misbehave(forbidden=["PUT", "DELETE"])
     store = open_store(s3.url())
@@ -141,8 +141,8 @@ def test_a_rule_that_only_removes_delete_markers_is_no_risk_and_one_that_archive
         store.get("seal")
 
 
-def test_a_server_that_takes_no_checksums_is_served(s3: S3Server) -> None:
-    """As Hugging Face's gateway, which does not parse the trailing checksums that boto3 sends by itself."""
+def test_a_server_that_does_not_accept_checksums_can_be_used(s3: S3Server) -> None:
+    """Hugging Face's gateway, for example, does not parse the trailing checksums that boto3 sends by default."""
     s3.misbehave(refuses_checksums=True)
     plain = boto3.client("s3", endpoint_url=s3.endpoint_url, region_name="us-east-1")
     with pytest.raises(plain.exceptions.ClientError, match="Checksums"):
@@ -154,7 +154,9 @@ def test_a_server_that_takes_no_checksums_is_served(s3: S3Server) -> None:
     store.delete("a")
 
 
-def test_a_bucket_that_cannot_be_used_says_why(s3: S3Server, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_an_unusable_bucket_has_the_reason(
+    s3: S3Server, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refusals = {
         s3.url().replace(BUCKET, "no-such-bucket"): r"no bucket 'no-such-bucket'.*Create it",
         s3.url().replace(BUCKET, "no%20bucket"): "bucket",
@@ -190,7 +192,7 @@ except ImportError as error:
     assert "pip install 'boto3>=" in done.stdout
 
 
-def test_a_bucket_in_which_runs_live_is_checked_before_something_is_created_in_it(s3: S3Server) -> None:
+def test_a_bucket_with_running_runs_is_checked_before_an_object_is_created_in_it(s3: S3Server) -> None:
     store = open_store(s3.url("checked"), is_known=True)
     assert s3.requests(path="/checked/") == []
     assert store.put_if_absent("a", b"")
@@ -201,7 +203,9 @@ def test_a_bucket_in_which_runs_live_is_checked_before_something_is_created_in_i
         open_store(s3.url("checked"), is_known=True).put_if_absent("c", b"")
 
 
-def test_credentials_are_never_seen(s3: S3Server, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_credentials_are_in_no_message_no_repr_and_no_log(
+    s3: S3Server, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     store = S3Store(s3.url(), sleep=clock.sleep, clock=clock, retry_deadline_s=1.0)
     failing: dict[str, Callable[[], object]] = {
@@ -222,7 +226,7 @@ def test_credentials_are_never_seen(s3: S3Server, clock: Clock, caplog: pytest.L
         assert not [secret for secret in CREDENTIALS.values() if secret in text]
 
 
-def test_another_machine_needs_no_profile_of_this_one(
+def test_another_machine_needs_no_profile_of_this_machine(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in CREDENTIALS:
@@ -241,7 +245,7 @@ def test_another_machine_needs_no_profile_of_this_one(
     ("code", "status"),
     [("QuotaExceeded", 403), ("XMinioStorageFull", 507), ("XMinioAdminBucketQuotaExceeded", 400), ("", 507)],
 )
-def test_a_bucket_that_is_full_is_explained_as_such_and_cannot_be_written(code: str, status: int) -> None:
+def test_the_error_of_a_full_bucket_reports_that_it_is_full(code: str, status: int) -> None:
     reply: Any = {"Error": {"Code": code, "Message": "m"}, "ResponseMetadata": {"HTTPStatusCode": status}}
     error = explain(ClientError(reply, "PutObject"), S3Address.parse("s3://b/p"), "k", "create")
     assert isinstance(error, UnwritableStoreError)
@@ -251,7 +255,7 @@ def test_a_bucket_that_is_full_is_explained_as_such_and_cannot_be_written(code: 
 
 
 class Helper:
-    """A profile whose credentials come from a program, and what that prints."""
+    """A profile whose credentials come from a program, and the output of that program."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in CREDENTIALS:
@@ -282,7 +286,7 @@ def test_credentials_that_are_stale_when_they_are_fetched_are_a_store_error(s3: 
     helper.hands_out(expire_in_s=-60)
     with pytest.raises(StoreError, match=rf"Cannot use s3://.*{NO_CREDENTIALS}"):
         open_store(s3.url())
-    helper.hands_out(expire_in_s=300)  # so soon that each request fetches others
+    helper.hands_out(expire_in_s=300)  # the credentials expire so soon that each request fetches new ones
     store = open_store(s3.url())
     store.put("a", b"1")
     acts: list[Callable[[], object]] = [
@@ -315,7 +319,7 @@ def test_a_credential_process_that_prints_no_json_is_not_blamed_on_the_endpoint(
     assert "Correct ?endpoint_url" not in str(caught.value)
 
 
-def test_an_endpoint_that_is_no_url_is_named_as_such(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_that_is_not_a_url_is_named_in_the_error(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "nowhere")
     with pytest.raises(StoreError, match=r"nowhere.*Correct \?endpoint_url=, or AWS_ENDPOINT_URL"):
         open_store("s3://b")

@@ -29,7 +29,7 @@ from executors.testing.store_races import StoreRaces
 
 @pytest.fixture
 def s3(moto: S3Server) -> S3Server:
-    return moto  # the store's own tests ask more of a server than others do
+    return moto  # the tests of the store need more of a server than other tests do
 
 
 class TestMemoryStore(StoreContract):
@@ -55,7 +55,7 @@ class TestFileStore(StoreContract):
 
 
 class TestFileStoreWithoutAnonymousFiles(StoreRaces):
-    """As on macOS, and on file systems that have no O_TMPFILE. It differs in how a new object gets its name."""
+    """The store as on macOS, and on file systems without O_TMPFILE, where a new object gets its name in another way."""
 
     opener = "support.stores:open_without_anonymous_files"
 
@@ -65,7 +65,7 @@ class TestFileStoreWithoutAnonymousFiles(StoreRaces):
         return open_store(tmp_path / "store")
 
 
-def test_a_directory_gives_no_name_to_what_is_being_written(tmp_path: Path) -> None:
+def test_an_unfinished_file_in_a_directory_has_no_name(tmp_path: Path) -> None:
     root = tmp_path / "store"
     store = open_store(root)
     args = ["executors.store:open_store", store.url, "write_one", "put_if_absent", "half", "2048"]
@@ -78,7 +78,7 @@ def test_a_directory_gives_no_name_to_what_is_being_written(tmp_path: Path) -> N
     assert [path for path in root.rglob("*") if path.is_file()] == []
 
 
-def test_what_a_killed_writer_left_without_anonymous_files_is_gone_when_the_store_is_opened_later(
+def test_a_hidden_file_of_a_killed_writer_is_deleted_when_the_store_is_opened_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "O_TMPFILE")
@@ -98,7 +98,7 @@ def test_what_a_killed_writer_left_without_anonymous_files_is_gone_when_the_stor
     assert list(root.iterdir()) == []
 
 
-def test_no_file_elsewhere_is_taken_for_what_a_killed_writer_left(tmp_path: Path) -> None:
+def test_no_file_in_another_place_is_deleted_as_the_rest_of_a_killed_writer(tmp_path: Path) -> None:
     (elsewhere := tmp_path / "elsewhere").mkdir()
     (theirs := elsewhere / "old").touch()
     os.utime(theirs, (0, 0))
@@ -147,7 +147,7 @@ class TestS3StoreBehindStumblingServer(TestS3Store):
     }
 
 
-# Few names, so that keys meet; some that sort around "/", and some that only look like a folder.
+# There are few names, so that keys collide. Some of them sort next to "/", and some only look like a folder.
 SEGMENTS = st.sampled_from(["a", "aa", "a.", "a-", "a0", "b", ".a", " ", "é", "ä b", "%2F", "A"])
 KEYS = st.lists(SEGMENTS, min_size=1, max_size=3).map("/".join)
 VALUES = st.binary(max_size=20) | st.integers(1, 3).map(lambda n: bytes([n]) * 140_000)
@@ -232,7 +232,7 @@ TestMemoryStoreLikeADictionary.settings = TestFileStoreLikeADictionary.settings
 
 
 class LooksBeforeItWrites(MemoryStore):
-    """Two steps where one is needed."""
+    """A mutant that first looks for the key and then writes, in two steps instead of one."""
 
     def put_if_absent(self, key: str, data: Data) -> bool:
         try:
@@ -268,7 +268,7 @@ class CutsRanges(MemoryStore):
 
 
 class KeepsWhatItWasGiven(MemoryStore):
-    """Keeps the caller's buffer instead of its bytes."""
+    """A mutant that keeps the caller's buffer instead of a copy of its bytes."""
 
     def put(self, key: str, data: Data) -> None:
         self.kept: Any = getattr(self, "kept", {})
@@ -281,7 +281,7 @@ class KeepsWhatItWasGiven(MemoryStore):
 
 
 class WritesInParts(MemoryStore):
-    """Replaces an object by a part, and then by the whole."""
+    """A mutant that first replaces an object by a part of the new bytes, and then by all of them."""
 
     def put(self, key: str, data: Data) -> None:
         whole = b"".join(buffers_of(data))
@@ -326,7 +326,7 @@ def test_a_store_that_breaks_a_promise_fails_its_test() -> None:
         pytest.fail(f"{mutant.__name__} passes {test.__name__}")
 
 
-def test_a_known_gap_is_one_of_the_contracts_tests_and_marked_in_its_own_suite_alone() -> None:
+def test_a_known_gap_names_a_test_of_the_contract_and_is_marked_only_in_its_own_suite() -> None:
     with pytest.raises(TypeError, match="test_of_nothing"):
         type("TestMine", (StoreContract,), {"expected_failures": {"test_of_nothing": "why"}})
     name = "test_the_first_creation_wins_and_says_so"
@@ -336,7 +336,7 @@ def test_a_known_gap_is_one_of_the_contracts_tests_and_marked_in_its_own_suite_a
     assert not hasattr(getattr(StoreContract, name), "pytestmark")
 
 
-def test_no_awkward_key_is_bad_and_one_is_as_long_as_keys_may_be() -> None:
+def test_each_awkward_key_is_legal_and_one_has_the_maximum_length() -> None:
     assert not set(store_contract.AWKWARD_KEYS.values()) & set(store_contract.BAD_KEYS.values())
     longest = max(store_contract.AWKWARD_KEYS.values(), key=lambda key: len(key.encode()))
     assert len(longest.encode()) == 1024

@@ -4,8 +4,8 @@ It also adds two properties that servers for tests do not have. Only one request
 because moto checks whether a key is taken and then sets it without a lock. A request whose body was cut off does not
 reach the application.
 
-The layer itself answers: `PUT /_faults` with `Faults` as JSON, `POST /_once`, `GET /_requests`, `GET /_kept`, and
-`POST /_reset`.
+The layer itself answers the requests that control it: `PUT /_faults` with `Faults` as JSON, `POST /_once`, `GET
+/_requests`, `GET /_kept`, and `POST /_reset`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
-LINE_FEED = "␊".encode().decode("latin-1")  # as WSGI writes it
+LINE_FEED = "␊".encode().decode("latin-1")  # the name of the header as WSGI writes it
 
 Environ = dict[str, Any]
 Application = Callable[..., Iterable[bytes]]
@@ -38,7 +38,7 @@ ERRORS = {
     "checksum": ("400 Bad Request", "InvalidRequest", "Checksums are not supported."),
     "not_implemented": ("501 Not Implemented", "NotImplemented", "A header you provided is not implemented."),
 }
-ANSWERED = ("", "lost", "dropped", "truncated", "short")  # faults of requests that reach the application
+ANSWERED = ("", "lost", "dropped", "truncated", "short")  # these faults let the request reach the application
 
 
 @dataclass
@@ -46,31 +46,32 @@ class Faults:
     """The faults of the server. Each rate is a share of the requests that the fault can hit."""
 
     seed: int = 0
-    unavailable: float = 0.0  # 503, and nothing was done
-    conflict: float = 0.0  # 409 for a conditional PUT, and nothing was done
-    lost: float = 0.0  # done, and then 503
-    truncated: float = 0.0  # a body that ends in the middle, with its connection
-    delay_s: float = 0.0  # every request waits, up to so long
-    latency_s: float = 0.0  # every request waits just so long
+    unavailable: float = 0.0  # share of requests that are answered 503 and have no effect
+    conflict: float = 0.0  # share of conditional PUTs that are answered 409 and have no effect
+    lost: float = 0.0  # share of requests that have their effect and are then answered 503
+    truncated: float = 0.0  # share of answers whose connection ends in the middle of the body
+    delay_s: float = 0.0  # each request waits for a random time up to this number of seconds
+    latency_s: float = 0.0  # each request waits for exactly this number of seconds
     bytes_per_s: float = 0.0  # the speed of each body, or 0 for no delay
     ignores_condition: bool = False
     knows_no_condition: bool = False
     knows_no_ranges: bool = False
     refuses_checksums: bool = False
-    forbidden: list[str] = field(default_factory=list)  # methods that are answered 403
-    silent: bool = False  # no request is answered until the server behaves again: then all connections end
+    forbidden: list[str] = field(default_factory=list)  # requests with these methods are answered 403
+    silent: bool = False  # no request is answered until this is False again; then all connections end
     no_bucket: bool = False  # every request is answered 404, NoSuchBucket
-    keeps: str = ""  # a pattern of paths: what is written there is kept, also when it is deleted later
+    # a pattern of paths; the server keeps a copy of everything that is written to them, even if it is deleted later
+    keeps: str = ""
 
 
 @dataclass
 class Reply:
     status: str = ""
-    """Empty: no reply at all."""
+    """The status line of the reply. Empty: the server sends no reply."""
     headers: Headers = field(default_factory=list)
     body: bytes = b""
     hang_up: bool = False
-    """The connection ends here."""
+    """Raised to end the connection at this point."""
 
 
 class FaultLayer:
@@ -88,10 +89,10 @@ class FaultLayer:
         self._kept: dict[str, list[str]] = {}
 
     def answer(self, environ: Environ) -> Reply:
-        """Answer one request of WSGI's kind."""
+        """Answer one WSGI request."""
         length = int(environ["CONTENT_LENGTH"])
         body = environ["wsgi.input"].read(length)
-        if len(body) < length:  # the client died; S3 would not store half an object
+        if len(body) < length:  # the client died while it sent the body; S3 would not store half an object
             return Reply(hang_up=True)
         path = environ["PATH_INFO"]
         if path.startswith("/_"):
@@ -119,7 +120,7 @@ class FaultLayer:
             return Reply(hang_up=True)
         if fault == "truncated":
             return Reply(reply.status, reply.headers, half, hang_up=True)
-        if fault == "short":  # as by a proxy that believes the half it got
+        if fault == "short":  # like a proxy that treats the part that it received as the whole body
             return Reply(reply.status, _with_length(reply.headers, len(half)), half)
         return reply
 
@@ -155,7 +156,7 @@ class FaultLayer:
         answered: list[Any] = []
         method, path, keeps = environ["REQUEST_METHOD"], environ["PATH_INFO"], self._faults.keeps
         environ["wsgi.input"] = io.BytesIO(body)
-        # moto's routes know no line feed, so that another character stands for it there.
+        # moto's routes cannot contain a line feed, so another character stands for it.
         for name in ("PATH_INFO", "RAW_URI", "REQUEST_URI", "QUERY_STRING"):
             environ[name] = environ[name].replace("\n", LINE_FEED).replace("%0A", quote(LINE_FEED.encode("latin-1")))
         with self._one_at_a_time:

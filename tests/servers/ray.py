@@ -1,7 +1,6 @@
-"""A real Ray head on loopback that asks for a token, of Ray's own package in an environment of its own.
+"""Runs a real Ray head on loopback that asks for a token. Ray is installed in a separate environment.
 
-It is looked for where `make test-ray` installs it, in `.venv-ray`, or the environment variable REPLICAS_RAY names its
-command `ray`.
+`make test-ray` installs Ray in `.venv-ray`. The environment variable REPLICAS_RAY may name another command `ray`.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from executors.process import descendants, die_with_parent
 from servers.s3.radosgw import free_port
 
 PROGRAM = Path(os.environ.get("REPLICAS_RAY") or Path(__file__).parents[2] / ".venv-ray/bin/ray")
-START_LIMIT_S = 300  # 10 s, where nothing else runs
+START_LIMIT_S = 300  # it takes 10 s on an idle machine
 STOP_LIMIT_S = 10.0
-LOOPBACK = "127.0.0.2"  # of 127.0.0.1 Ray makes the address that others see
-N_CPUS = 16  # this number of replicas runs at once on any machine
+LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by the machine's public address
+N_CPUS = 16  # the same number of replicas runs at the same time on every machine
 WHY_NOT = f"Ray is not installed at {PROGRAM}: make test-ray installs it"
 
 
@@ -40,7 +39,7 @@ def is_installed() -> bool:
 
 @dataclass
 class RayHead:
-    """A head that runs, and what a client needs to ask it."""
+    """A running head, and the data that a client needs to use it."""
 
     address: str
     gcs_address: str
@@ -49,7 +48,7 @@ class RayHead:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that make a process a client of it."""
+        """The environment variables with which a process uses this head."""
         return {"RAY_API_SERVER_ADDRESS": self.address, "RAY_AUTH_TOKEN_PATH": str(self.token_file)}
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
@@ -64,14 +63,14 @@ class RayHead:
         return list(json.loads(self.ask("GET", "/api/jobs/")))
 
     def end_jobs(self) -> None:
-        """End what runs, and wait for it."""
+        """End all running jobs, and wait for their ends."""
         while going := [job["submission_id"] for job in self.jobs() if job["status"] == "RUNNING"]:
             for name in going:
                 self.ask("POST", f"/api/jobs/{name}/stop")
             time.sleep(0.1)
 
     def forget_package(self, name: str) -> None:
-        """Remove a package, as Ray does in the end with one that no job refers to."""
+        """Remove a package, as Ray does some time after the last job has used it."""
         code = "import sys; from ray._raylet import GcsClient; sys.exit(1 - GcsClient(sys.argv[1]).internal_kv_del("
         arguments = [self.gcs_address, f"gcs://{name}"]
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token_file)}
@@ -79,14 +78,15 @@ class RayHead:
         subprocess.run(command, env={**os.environ, **token}, check=True)
 
     def is_ready(self) -> bool:
-        """Whether it starts jobs, some seconds after it answers at first."""
+        """Return True if the head can start jobs. It answers requests some seconds before that."""
         with contextlib.suppress(OSError):
             return bool(self.ask("POST", "/api/jobs/", {"entrypoint": "true"}))
         return False
 
     def kill(self) -> None:
         """End the head at once, with all of its processes."""
-        whole = _below(self.process.pid)  # before: what loses its parent is found no more
+        # collect the processes first, because a process without its parent could not be found any more
+        whole = _below(self.process.pid)
         for pid in [self.process.pid, *whole]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -101,7 +101,7 @@ class RayHead:
         self.process.kill()
         self.process.wait()
         for pid, command in whole.items():
-            if command_of(pid) == command:  # not another process by now
+            if command_of(pid) == command:  # check that the pid does not belong to another process now
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         _await_end(whole)
@@ -111,7 +111,7 @@ class RayHead:
 def ray_head(n_cpus: int = N_CPUS) -> Iterator[RayHead]:
     """Start a head, and end it with all its processes."""
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)  # a short one: the paths of its sockets may have 107 characters
+        folder = Path(name)  # a short path, because the paths of its sockets may have at most 107 characters
         token_file = folder / "token"
         token_file.touch(0o600)
         token_file.write_text(secrets.token_hex(32))
@@ -138,12 +138,13 @@ def ray_head(n_cpus: int = N_CPUS) -> Iterator[RayHead]:
         kept = {
             name: value for name, value in os.environ.items() if name != MARK and not name.startswith(("RAY_", "AWS_"))
         }
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # a job's `python`
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # the `python` that jobs use
         more = {"PATH": path, "HOME": name, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
         more |= {"RAY_health_check_failure_threshold": "100"}  # on a busy machine
         output, until = folder / "output", time.monotonic() + START_LIMIT_S
         with contextlib.ExitStack() as stack:
-            while True:  # on a busy machine its parts give each other up after 30 s
+            # by default, the parts of Ray give each other up after 30 s, which is too short on a busy machine
+            while True:
                 with output.open("wb") as file:
                     process = subprocess.Popen(
                         [str(PROGRAM), *command],

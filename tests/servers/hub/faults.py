@@ -12,8 +12,11 @@ from urllib.parse import unquote_plus
 ROUTES = ("create", "list", "inspect", "logs", "cancel", "hardware", "whoami")
 
 Misconduct = int | Literal["closed", "reset", "cut", "silent"]
-"""An error status, or the fate of the connection: closed or reset without an answer, cut in the middle of an answer, or
-no answer at all until `HubServer.forgive`."""
+"""A kind of fault: an error status, or a fault of the connection.
+
+The connection is closed or reset without an answer, is cut in the middle of an answer, or gets no answer until
+`HubServer.forgive`.
+"""
 
 
 @dataclass
@@ -26,7 +29,7 @@ class Request:
     headers: dict[str, str]
     body: bytes
     route: str = ""
-    """A name of ROUTES; empty for a route that the server does not have."""
+    """A name in ROUTES. Empty: the server does not have this route."""
     status: int | None = None
     """The status of the answer. None if there was no answer."""
 
@@ -35,7 +38,7 @@ class Request:
         return json.loads(self.body) if self.body else None
 
     def texts_beside_secrets(self) -> list[str]:
-        """Return every text that was sent, decoded, but the `secrets` of a job to be run."""
+        """Return every text in the request, decoded, except for the `secrets` of a new job."""
         value = self.json
         if self.route == "create" and isinstance(value, dict):
             value = {name: part for name, part in value.items() if name != "secrets"}
@@ -43,7 +46,7 @@ class Request:
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """Walk through a JSON value; give every key, and every leaf as a text."""
+    """Yield every key in a JSON value, and every leaf as a text."""
     if isinstance(value, dict):
         for name, part in value.items():
             yield name
@@ -59,12 +62,12 @@ def _texts_in(value: Any) -> Iterator[str]:
 class Fault:
     answer: Misconduct
     times: int | None
-    """How often. None means always."""
+    """The number of requests that the fault hits. None: all."""
     after_applying: bool
     when: Callable[[Request], bool] | None
     headers: Mapping[str, str]
     after_lines: int | None
-    """How many lines of a log are sent first. None means that even the start is not sent."""
+    """The number of lines of a log that are sent before the fault. None: not even the beginning is sent."""
 
     @property
     def begins_a_stream(self) -> bool:
@@ -73,7 +76,7 @@ class Fault:
 
 @dataclass
 class Faults:
-    """The faults that will happen, by their route."""
+    """The planned faults, by route."""
 
     _waiting: dict[str, list[Fault]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -93,7 +96,7 @@ class Faults:
         with self._lock:
             waiting = list(self._waiting.get(request.route, []))
         for fault in waiting:
-            if fault.when is None or fault.when(request):  # may wait, while other requests continue
+            if fault.when is None or fault.when(request):  # the condition may wait, while other requests continue
                 with self._lock:
                     if fault.times is None:
                         return fault

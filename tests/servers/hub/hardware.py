@@ -44,11 +44,11 @@ class Flavor:
     memory_gb: int
     storage_gb: int
     accelerator: tuple[str, ...]
-    """How many, which model, how much memory in GB; empty for CPUs alone."""
+    """Number, model and memory in GB of the accelerators. Empty: the hardware has only CPUs."""
     dollars_an_hour: float
 
     def environment(self) -> dict[str, str]:
-        """Return what a job on this hardware finds in its environment."""
+        """Return the environment variables that describe the hardware to a job."""
         return {
             "ACCELERATOR": self.name if self.accelerator else "none",
             "CPU_CORES": str(self.cpus),

@@ -1,4 +1,6 @@
-"""The local Hub's HTTP: connections that are kept, streams in chunks, and connections that break on request."""
+"""The HTTP server of the local Hub: it keeps connections open, sends streams in chunks, and breaks connections if a
+test asks for that.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ RESET_WHEN_CLOSED = struct.pack("ii", 1, 0)
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Listens on loopback, and knows its connections, so that none outlives it."""
+    """An HTTP server on loopback that keeps a list of its connections and closes all of them when it ends."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -62,12 +64,12 @@ class HttpServer(ThreadingHTTPServer):
             reset = request in self.to_be_reset
             self.to_be_reset.discard(request)
         if reset:
-            request.close()  # an orderly end first would not be a reset
+            request.close()  # close with a reset; a normal end of the connection would not be one
         else:
             super().shutdown_request(request)
 
     def handle_error(self, *_: Any) -> None:
-        if not isinstance(sys.exception(), OSError):  # which would be a client that hung up
+        if not isinstance(sys.exception(), OSError):  # the client hung up
             self.hub.complaints.append(traceback.format_exc())
 
 
@@ -109,7 +111,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = answer
 
     def misbehave(self, request: Request, fault: Fault) -> None:
-        """Answer with an error, or not at all."""
+        """Apply a fault: answer with an error, or do not answer."""
         if isinstance(fault.answer, int):
             phrases = {401: "Invalid username or password."}
             text = phrases.get(fault.answer, HTTPStatus(fault.answer).phrase)
@@ -127,7 +129,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.to_be_reset.add(self.connection)
 
     def refuse(self, request: Request, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
-        """Answer with an error, as the Hub words it."""
+        """Answer with an error in the format of the Hub."""
         body = json.dumps({"error": text}).encode()
         self.send(request, status, body, {"X-Error-Message": text, **(headers or {})})
 
@@ -144,7 +146,8 @@ class Handler(BaseHTTPRequestHandler):
         """Send events in chunks until they end, or until a fault ends them."""
         self.start(request, 200, {"Content-Type": "text/event-stream", "Transfer-Encoding": "chunked"})
         assert reply.events is not None
-        left = 1 + (fault.after_lines or 0) if fault else None  # one line has the start of the job
+        # the first line is the Hub's own line about the start of the job
+        left = 1 + (fault.after_lines or 0) if fault else None
         for event in reply.events:
             data = event.encode()
             self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))

@@ -1,4 +1,4 @@
-"""The jobs of the local Hub: they wait for hardware, run as local processes, and end in a stage like the vendor's.
+"""The jobs of the local Hub: they wait for hardware, run as local processes, and end in one of the vendor's stages.
 
 The vendor's documentation leaves one point open. Here, a cancelled job is CANCELED at once, and its process gets
 SIGTERM, then SIGKILL.
@@ -24,7 +24,7 @@ TERMINAL = ("COMPLETED", "ERROR", "CANCELED", "DELETED")
 
 @dataclass(eq=False)
 class Job:
-    """One job. Read it freely; only `Jobs` changes it."""
+    """One job. Any code may read it, but only `Jobs` changes it."""
 
     namespace: str
     spec: dict[str, Any]
@@ -38,10 +38,10 @@ class Job:
     finished: datetime | None = None
     lines: list[tuple[datetime, str]] = field(default_factory=list)
     log_ended: bool = False
-    """No line will be added."""
+    """True if no more lines will be added to the log."""
     process: IsolatedProcess | None = None
     killed_for: str = ""
-    """The reason that Kubernetes would give for the end of the process, when it is not its own."""
+    """The reason that Kubernetes would give for the end of the process, if the process did not end by itself."""
 
     @property
     def is_over(self) -> bool:
@@ -52,7 +52,7 @@ class Job:
         return str(self.spec["flavor"])
 
     def has(self, labels: list[str]) -> bool:
-        """Return True if the job has all these labels, each `key=value` or `key`."""
+        """Return True if the job has all these labels. Each label is `key=value` or `key`."""
         own = {text for key, value in self.labels.items() for text in (key, f"{key}={value}")}
         return own.issuperset(labels)
 
@@ -66,7 +66,7 @@ class Jobs:
     def __init__(self, folder: Path) -> None:
         self.changed = threading.Condition()
         self.held: set[str] = set()
-        """The flavors of which there is no hardware: jobs stay in SCHEDULING."""
+        """The flavors without free hardware. Their jobs stay in SCHEDULING."""
         self.term_grace_s = 1.0
         self.closing = False
         self._folder = folder
@@ -99,7 +99,7 @@ class Jobs:
         self._end_early(job, "DELETED", also_if_over=True)
 
     def forget(self, job: Job) -> None:
-        """End a job and forget it."""
+        """End a job, and remove it from the server."""
         self.delete(job)
         with self.changed:
             self._jobs.remove(job)
@@ -163,7 +163,7 @@ class Jobs:
                 self._end(job, "ERROR" if message else "COMPLETED", message)
 
     def _execute(self, job: Job) -> str | None:
-        """Run the command. Return the vendor's message on its end, or None for an end without an error."""
+        """Run the command. Return the vendor's message about its end. None: it ended without an error."""
         with self.changed:
             if job.is_over or self.closing:
                 return None
@@ -184,7 +184,7 @@ class Jobs:
             try:
                 job.process = process = IsolatedProcess(job.spec["command"], environment, directory, on_line=keep)
                 self._processes.append(process)
-            except OSError as error:  # in the words of Kubernetes
+            except OSError as error:  # the exit code and the reason that Kubernetes would report
                 keep(str(error))
                 code, reason = 128, "StartError"
                 process = None

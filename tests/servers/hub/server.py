@@ -5,7 +5,7 @@
         job = api.run_job(image="python:3.12", command=["python", "-c", "print(1)"], namespace=server.namespace)
 
 Jobs run as local processes (`servers.hub.jobs`). `HubServer.fail` adds faults. The end of the block ends every process.
-It fails if the client asked for something that this server does not have.
+The block fails at its end if the client sent a request that this server does not support.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ROUTES = [
 
 @dataclass
 class Reply:
-    """The answer without faults: a JSON value, or a stream of events."""
+    """An answer without faults: a JSON value, or a stream of events."""
 
     value: Any = None
     events: Iterator[str] | None = None
@@ -56,10 +56,10 @@ class Reply:
 
 
 class HubServer:
-    """The server, as tests see it.
+    """The server and its controls for tests.
 
-    `requests` has every request so far, `complaints` what the client asked for and this server does not have. Set
-    `jobs.term_grace_s`, and `latency_s` that every answer waits, at any time.
+    `requests` has every request so far, and `complaints` has the requests that this server does not support. A test may
+    set `jobs.term_grace_s`, and `latency_s`, the delay of every answer, at any time.
     """
 
     def __init__(self, namespace: str) -> None:
@@ -71,7 +71,7 @@ class HubServer:
         self.may_speak = threading.Event()
         self.may_speak.set()
         self.page_size: int | None = None
-        """How many jobs a list gives at once. None means all."""
+        """The number of jobs on one page of a list. None: all jobs."""
         self.faults = Faults()
         self._folder = Path(tempfile.mkdtemp(prefix="hub-"))
         self.jobs = Jobs(self._folder)
@@ -80,7 +80,7 @@ class HubServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables with which a client in another process uses this server, and no other."""
+        """The environment variables with which a client in another process uses only this server."""
         return {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": self.token, "HF_HUB_DISABLE_TELEMETRY": "1"}
 
     def fail(
@@ -94,16 +94,16 @@ class HubServer:
         headers: Mapping[str, str] | None = None,
         after_lines: int | None = None,
     ) -> None:
-        """Misbehave at the next requests for a route, as `Misconduct` describes.
+        """Plan a fault for the next requests for a route.
 
         Args:
             route: One of `servers.hub.faults.ROUTES`.
-            answer: An error status, or what becomes of the connection.
-            times: How many requests it hits. None means every one until `forgive`.
-            after_applying: Do what was asked first, so that only the answer is lost.
-            when: Only requests for which it is true.
+            answer: An error status, or a fault of the connection, as `Misconduct` lists them.
+            times: The number of requests that the fault hits. None: all until `forgive`.
+            after_applying: True: execute the request first, so that only the answer is lost.
+            when: A condition. Only requests that fulfill it are hit.
             headers: More headers of an error, such as `Retry-After`.
-            after_lines: How many lines of a log come first, after the line with the start of the job.
+            after_lines: The number of lines of a log before the fault, after the line about the start of the job.
         """
         if answer == "silent":
             self.may_speak.clear()
@@ -111,7 +111,7 @@ class HubServer:
         self.faults.add(route, fault)
 
     def forgive(self) -> None:
-        """Stop misbehaving, and close the connections that wait for an answer."""
+        """Remove all planned faults, and close the connections that wait for an answer."""
         self.faults.clear()
         self.may_speak.set()
 
@@ -126,7 +126,7 @@ class HubServer:
             self.jobs.changed.notify_all()
 
     def job(self, job_id: str) -> Job:
-        """Return a job as the server sees it: its process, its lines, its stage."""
+        """Return the server's own record of a job: its process, its lines and its stage."""
         job = self.jobs.find(job_id)
         assert job is not None, f"there is no job {job_id}"
         return job
@@ -134,7 +134,7 @@ class HubServer:
     def until(self, ready: Callable[[], object], timeout_s: float = 60.0) -> None:
         """Wait until a condition on the jobs is true."""
         with self.jobs.changed:
-            assert self.jobs.changed.wait_for(ready, timeout_s), f"it was not so within {timeout_s} s"
+            assert self.jobs.changed.wait_for(ready, timeout_s), f"the condition was not true within {timeout_s} s"
 
     def kill(self, job_id: str, reason: str = "Error") -> None:
         """Kill a job's process with SIGKILL; the job's message names the reason, such as "OOMKilled"."""
@@ -145,15 +145,15 @@ class HubServer:
         self.jobs.delete(self.job(job_id))
 
     def forget(self, job_id: str) -> None:
-        """End a job and answer 404 for it ever after."""
+        """End a job, and answer 404 to all later requests for it."""
         self.jobs.forget(self.job(job_id))
 
     def count(self, route: str) -> int:
-        """Return how many requests there were for a route."""
+        """Return the number of requests for a route so far."""
         return sum(request.route == route for request in self.requests)
 
     def places_of(self, value: str) -> list[str]:
-        """Return which requests hold a value anywhere but in the secrets of a job to be run."""
+        """Return the requests that contain a value anywhere except in the secrets of a new job."""
         return [
             f"{request.method} {request.path}"
             for request in self.requests
@@ -169,7 +169,7 @@ class HubServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def route_of(self, request: Request) -> dict[str, str] | None:
-        """Name a request's route in it, and return the values in its path. None if there is no such route."""
+        """Set the route of a request, and return the values in its path. None: the server has no such route."""
         for method, pattern, name in ROUTES:
             if request.method == method and (match := re.fullmatch(pattern, request.path)):
                 request.route = name
@@ -178,7 +178,7 @@ class HubServer:
         return None
 
     def apply(self, request: Request, token: str | None, path: dict[str, str]) -> Reply:
-        """Do what a request asks for.
+        """Execute a request, and return the answer.
 
         Raises:
             Refusal: The vendor would answer with an error.
@@ -207,7 +207,9 @@ class HubServer:
         return self._shown(self.jobs.create(self.namespace, checked_spec(request.json), user))
 
     def _list(self, request: Request) -> Reply:
-        """Answer those that have the labels, newest first, with a link to the next page as `paginate` follows it."""
+        """Answer with the jobs that have the labels, the newest first, and with the link to the next page that
+        `paginate` follows.
+        """
         query = parse_qsl(request.query, keep_blank_values=True)
         labels = [value for key, value in query if key == "label"]
         found = [job for job in self.jobs.newest_first() if job.has(labels)]
@@ -238,10 +240,11 @@ class HubServer:
 
 @contextlib.contextmanager
 def hub_server(*, namespace: str = "ada") -> Iterator[HubServer]:
-    """Start a server on a free port of loopback; stop it, and every process of its jobs, with the block.
+    """Start a server on a free port of loopback. At the end of the block, stop the server and every process of its
+    jobs.
 
     Raises:
-        AssertionError: At the end, when the server was asked for what it does not have, or met an error of its own.
+        AssertionError: At the end of the block, if a request was not supported, or the server itself had an error.
     """
     server = HubServer(namespace)
     try:

@@ -1,4 +1,4 @@
-"""The local Hub as the real client sees it, as far as an adapter relies on it: jobs, logs, and how it misbehaves."""
+"""Tests the local Hub through the real client: jobs, logs and faults, as far as an adapter relies on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def client(hub: HubServer) -> Client:
     return Client(hub)
 
 
-def test_a_job_finds_what_the_service_gives_it_and_its_own_environment(client: Client) -> None:
+def test_a_job_has_the_variables_of_the_service_and_its_own(client: Client) -> None:
     names = ["JOB_ID", "ACCELERATOR", "CPU_CORES", "MEMORY", "MINE", "HIDDEN", "HF_HOME", "VIRTUAL_ENV"]
     code = f"import os; [print(name, os.environ.get(name)) for name in {names}]"
     job = client.run(code, flavor=GPU, env={"MINE": "a b"}, secrets={"HIDDEN": "c d"})
@@ -37,7 +37,7 @@ def test_a_job_finds_what_the_service_gives_it_and_its_own_environment(client: C
     assert client.logs(job) == [f"{name} {value}" for name, value in zip(names, expected, strict=True)]
 
 
-def test_a_secret_is_found_wherever_else_it_is_sent(hub: HubServer, client: Client) -> None:
+def test_a_secret_that_is_sent_outside_of_the_secrets_is_found(hub: HubServer, client: Client) -> None:
     secret = 'a "quoted"\nsecret & more'
     job = client.run(secrets={"KEY": secret})
     assert list(client.look(job).secrets or ()) == ["KEY"]
@@ -51,7 +51,7 @@ def test_a_secret_is_found_wherever_else_it_is_sent(hub: HubServer, client: Clie
     assert hub.places_of("s3cr3t") == [f"POST {path}"]
 
 
-def test_a_job_may_be_cancelled_twice_and_one_that_is_over_is_not_changed(hub: HubServer, client: Client) -> None:
+def test_a_job_may_be_cancelled_twice_and_an_ended_job_does_not_change(hub: HubServer, client: Client) -> None:
     job = client.run(
         "import signal, sys\ndef leave(*_): print('leaving'); sys.exit()\n"
         "signal.signal(15, leave)\nprint('ready')\nsignal.pause()"
@@ -78,7 +78,7 @@ def test_a_job_that_breaks_the_rules_is_refused(client: Client) -> None:
     assert client.listed() == []
 
 
-def test_the_hardware_is_what_the_client_knows(client: Client) -> None:
+def test_the_hardware_flavors_are_those_that_the_client_knows(client: Client) -> None:
     hardware = {each.name: each for each in client.api.list_jobs_hardware()}
     assert set(hardware) == {flavor.value for flavor in JobHardware}
     assert hardware["a10g-largex4"].accelerator is not None
@@ -97,16 +97,14 @@ def test_a_log_stays_open_from_before_the_job_starts_until_it_ends(hub: HubServe
     assert text.count("data: ") == 1 + 2
 
 
-# How it misbehaves
+# Faults
 
 
 def status_of(error: pytest.ExceptionInfo[HfHubHTTPError]) -> int:
     return error.value.response.status_code
 
 
-def test_a_job_that_is_not_there_is_not_found_and_a_deleted_one_is_shown_as_deleted(
-    hub: HubServer, client: Client
-) -> None:
+def test_a_missing_job_is_not_found_and_a_deleted_job_is_shown_as_deleted(hub: HubServer, client: Client) -> None:
     deleted, forgotten = client.run(WAIT), client.run(WAIT)
     hub.delete(deleted.id)
     hub.forget(forgotten.id)
@@ -117,7 +115,7 @@ def test_a_job_that_is_not_there_is_not_found_and_a_deleted_one_is_shown_as_dele
             list(getattr(client.api, name)(job_id=forgotten.id, namespace=hub.namespace) or ())
 
 
-def test_a_token_that_is_wrong_or_missing_and_another_namespace_are_refused(hub: HubServer, client: Client) -> None:
+def test_a_wrong_token_a_missing_token_and_another_namespace_are_refused(hub: HubServer, client: Client) -> None:
     tokens: list[str | bool] = ["hf_wrong", False]
     for token in tokens:
         with pytest.raises(HfHubHTTPError) as error:
@@ -130,7 +128,7 @@ def test_a_token_that_is_wrong_or_missing_and_another_namespace_are_refused(hub:
     assert status_of(error) == 403
 
 
-def test_a_failed_look_at_a_job_is_not_tried_again(hub: HubServer, client: Client) -> None:
+def test_the_client_does_not_repeat_a_failed_request_for_a_job(hub: HubServer, client: Client) -> None:
     job = client.run()
     for status in (401, 403, 409, 429, 500, 503):
         hub.fail("inspect", status)
@@ -144,7 +142,7 @@ def test_a_failed_look_at_a_job_is_not_tried_again(hub: HubServer, client: Clien
     assert hub.count("inspect") == 9
 
 
-def test_a_job_may_have_been_created_without_an_answer(hub: HubServer, client: Client) -> None:
+def test_a_job_may_be_created_although_its_answer_is_lost(hub: HubServer, client: Client) -> None:
     answers: list[tuple[Misconduct, type[Exception]]] = [*BROKEN[:2], (500, HfHubHTTPError)]
     expected = 0
     for applied in (False, True):
@@ -154,14 +152,14 @@ def test_a_job_may_have_been_created_without_an_answer(hub: HubServer, client: C
                 client.run()
             expected += applied
             assert len(client.listed()) == expected, (answer, applied)
-    hub.fail("create", "cut")  # which is of the answer
+    hub.fail("create", "cut")  # the condition is about the answer
     with pytest.raises(httpx2.RemoteProtocolError):
         client.run()
     assert len(client.listed()) == expected + 1
     assert hub.count("create") == 7
 
 
-def test_a_fault_hits_the_requests_it_is_meant_for_as_often_as_said(hub: HubServer, client: Client) -> None:
+def test_a_fault_hits_only_the_planned_requests_and_their_planned_number(hub: HubServer, client: Client) -> None:
     def is_second(request: Request) -> bool:
         return bool(request.json["labels"].get("rank") == "2")
 
@@ -193,7 +191,7 @@ def test_a_log_that_breaks_off_is_an_error(hub: HubServer, client: Client) -> No
 # Its own end
 
 
-def test_nothing_of_a_job_outlives_the_server() -> None:
+def test_no_process_of_a_job_outlives_the_server() -> None:
     with hub_server() as hub:
         code = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
         job = hub.job(Client(hub).run(f"{code}; {WAIT}").id)
@@ -206,7 +204,7 @@ def test_nothing_of_a_job_outlives_the_server() -> None:
     assert not os.path.exists(directory)
 
 
-def test_what_the_server_does_not_have_is_said_at_its_end() -> None:
+def test_a_request_without_a_route_fails_the_test_at_the_end_of_the_server() -> None:
     said = "no such route: GET /api/scheduled-jobs/ada"
     with pytest.raises(AssertionError, match=said), hub_server() as hub, pytest.raises(HfHubHTTPError):
         list(Client(hub).api.list_scheduled_jobs(namespace=hub.namespace))

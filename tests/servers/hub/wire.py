@@ -22,7 +22,7 @@ KEEP_ALIVE_S = 30.0
 
 
 class Refusal(Exception):
-    """A request is answered with an error."""
+    """Raised to answer a request with an error."""
 
     def __init__(self, status: int, text: str = "") -> None:
         super().__init__(text or HTTPStatus(status).phrase)
@@ -30,10 +30,10 @@ class Refusal(Exception):
 
 
 def checked_labels(labels: Any) -> dict[str, str]:
-    """Return labels that keep the vendor's rules.
+    """Return labels after checking them against the vendor's rules.
 
     Raises:
-        Refusal: They do not.
+        Refusal: a label breaks a rule.
     """
     if not _is_map_of_texts(labels):
         raise Refusal(400, "labels must map strings to strings")
@@ -44,10 +44,10 @@ def checked_labels(labels: Any) -> dict[str, str]:
 
 
 def checked_spec(spec: Any) -> dict[str, Any]:
-    """Return the body of a request to run a job, when the vendor would take it.
+    """Return the body of a request to run a job, if the vendor would accept it.
 
     Raises:
-        Refusal: It would not.
+        Refusal: the vendor would refuse it.
     """
     if not isinstance(spec, dict):
         raise Refusal(400, "the body must be a JSON object")
@@ -69,7 +69,7 @@ def checked_spec(spec: Any) -> dict[str, Any]:
 
 
 def job_on_wire(job: Job) -> dict[str, Any]:
-    """Describe a job as the Hub does: the names of its secrets alone."""
+    """Describe a job in the Hub's JSON. It has only the names of the job's secrets."""
     spec = job.spec
     return {
         "type": "job",
@@ -102,8 +102,8 @@ def stamp(moment: datetime) -> str:
 def log_events(jobs: Jobs, job: Job, tail: int | None) -> Iterator[str]:
     """Replay a job's log, then follow it until it ends.
 
-    The line with the start of the job comes first for any `tail`, as the vendor sends it. It is not a line of the job.
-    The stream stays open while there is nothing to send.
+    The line about the start of the job always comes first, for any `tail`, because the vendor sends it so. It is not a
+    line of the job. The stream stays open while there is nothing to send.
     """
     yield from _silence(jobs, lambda: job.started is not None or job.log_ended)
     if job.started:
@@ -122,7 +122,7 @@ def log_events(jobs: Jobs, job: Job, tail: int | None) -> Iterator[str]:
 
 
 def _silence(jobs: Jobs, is_over: Callable[[], bool]) -> Iterator[str]:
-    """Keep a stream alive until it may continue, or the server closes."""
+    """Send keep-alive messages in a stream until there is more to send, or the server closes."""
     while True:
         with jobs.changed:
             if jobs.changed.wait_for(lambda: jobs.closing or is_over(), KEEP_ALIVE_S):

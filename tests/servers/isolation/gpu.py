@@ -1,4 +1,7 @@
-"""A torch that sees a GPU, or none, as far as a replica asks it before its entrypoint runs."""
+"""Writes a fake `torch` that reports a GPU or none.
+
+It has only the calls that a replica makes before its entrypoint runs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ def set_num_threads(number): ...
 
 
 def write_torch(folder: Path, *, sees_gpu: bool, cuda: str | None = "13.0") -> Path:
-    """Write it into a folder, which is to come before the installed packages on `sys.path`; return the folder."""
+    """Write the fake `torch` into a folder, and return the folder.
+
+    Put it before the installed packages on `sys.path`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "torch.py").write_text(TORCH.format(sees_gpu=sees_gpu, cuda=cuda))
     return folder

@@ -1,7 +1,8 @@
-"""Ends the processes that live in a directory: when asked, or when the process that asked has ended, however it did.
+"""Ends all processes that run in a directory, at once or when this process has ended, even by SIGKILL.
 
-A test run that is killed cannot end what it started. So a small process outlives it for a moment, and does it. As a
-program this is that process: it reads directories, and acts when there are no more.
+A test run that is killed cannot end the processes that it started. So a small helper process runs a moment longer and
+ends them. This file, run as a program, is that helper: it reads names of directories from stdin, and acts when stdin
+ends.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 
 def end_all_in(directory: Path) -> None:
-    """Kill every process that has a directory as its HOME, or runs in it, until there is none."""
+    """Kill every process that has the directory as its HOME or runs in it, until there is none."""
     while pids := _processes_in(directory):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -27,12 +28,12 @@ def end_all_in(directory: Path) -> None:
 
 
 def end_all_after_us(directory: Path) -> None:
-    """Have the processes in a directory ended once this process has."""
+    """Let the helper end the processes in a directory when this process has ended."""
     _tell(b"+", directory)
 
 
 def forget(directory: Path) -> None:
-    """Nothing is left in a directory."""
+    """Tell the helper that no process is left in a directory."""
     _tell(b"-", directory)
 
 
@@ -50,7 +51,7 @@ def _processes_in(directory: Path) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            inside = Path(os.readlink(folder / "cwd")).is_relative_to(real)  # a zombie is nowhere
+            inside = Path(os.readlink(folder / "cwd")).is_relative_to(real)  # a zombie has no directory
             if inside or home in (folder / "environ").read_bytes().split(b"\0"):
                 found.append(int(folder.name))
     return [pid for pid in found if pid != os.getpid()]

@@ -1,10 +1,10 @@
-"""A command that runs as in a container of a vendor's, but as a local process.
+"""Runs a command as a local process that behaves much like a container at a vendor.
 
-It has its own session, nothing of the launcher's environment, and a `python` on its PATH that has every package of this
-environment but the project's own. When its first process ends, all that it started ends too, also what left its group;
-and so it does when the launcher is killed.
-It does not hide the file system, the network and the other processes, as a container does. And who leaves the
-group, the directory and HOME together, escapes.
+The command has its own session and no variables of the launcher. The `python` on its PATH has every package of this
+environment except the project itself. When the first process ends, all processes that it started are ended, too, also
+those that have left its process group. The same happens when the launcher is killed. It does not hide the file system,
+the network and other processes, as a container does. A process that leaves the group, the directory and HOME at the
+same time escapes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 def container_environment(bin_folder: Path, directory: Path) -> dict[str, str]:
-    """Return what the environment of a command starts from: PATH and HOME, and nothing else."""
+    """Return the basic environment of a command: only PATH and HOME."""
     return {"PATH": f"{bin_folder}:{SYSTEM_PATH}", "HOME": str(directory)}
 
 
 class IsolatedProcess:
-    """A command in a session of its own, with exactly this environment, in this directory.
+    """A running command, with its own session, the given environment and the given directory.
 
     Args:
-        argv: The command; its first word is looked up on the PATH of `env`.
-        env: The whole environment; start from `container_environment`.
-        directory: Where it runs. It is created, and has to be this command's alone: what runs in it, or has it as its
-            HOME, belongs to this command.
-        on_line: Called for every line of both streams, which are one, without its line feed, from a thread.
+        argv: The command. Its first word is searched on the PATH of `env`.
+        env: The whole environment. Begin with `container_environment`.
+        directory: The directory in which the command runs, which is created. No other command may use it: each process
+            that runs in it, or has it as HOME, counts as part of this command.
+        on_line: Called in a thread with each line of stdout and stderr, which are one stream, without the line feed.
 
     Raises:
         OSError: The command cannot be started.
@@ -67,12 +67,12 @@ class IsolatedProcess:
         self._reader.start()
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait until the command has ended, end what it left running, and return its exit code (137: by SIGKILL).
+        """Wait until the command has ended, end all processes that it left, and return its exit code (137: SIGKILL).
 
-        After it every line of output has been heard.
+        When it returns, `on_line` was called with every line of output.
 
         Raises:
-            subprocess.TimeoutExpired: It still runs after `timeout_s` seconds.
+            subprocess.TimeoutExpired: The command still runs after `timeout_s` seconds.
         """
         code = self._popen.wait(timeout_s)
         self._end_all()
@@ -80,15 +80,15 @@ class IsolatedProcess:
         return 128 - code if code < 0 else code
 
     def terminate(self) -> None:
-        """Send SIGTERM to the first process alone, as container runtimes do."""
+        """Send SIGTERM only to the first process, as container runtimes do."""
         self._popen.terminate()
 
     def kill(self) -> None:
-        """Kill the first process with SIGKILL. `wait` sees to the others."""
+        """Kill the first process with SIGKILL. `wait` ends the others."""
         self._popen.kill()
 
     def stop(self, grace_s: float) -> int:
-        """Terminate the command, kill it when it still runs after `grace_s` seconds, and return its exit code."""
+        """Send SIGTERM, and after `grace_s` seconds SIGKILL if the command still runs. Return its exit code."""
         self.terminate()
         try:
             return self.wait(grace_s)

@@ -1,4 +1,6 @@
-"""A Python that sees the dependencies of this project and not the project: what a replica's machine has."""
+"""Makes Pythons that find the dependencies of this project but not the project itself, like the Python on a replica's
+machine.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,21 @@ PROJECT = "serverless-replicas"
 
 @functools.cache
 def shared_python() -> Path:
-    """Return the `bin` of one environment for all servers of this process; it is removed with the process."""
+    """Return the `bin` folder of an environment that all servers of this process share.
+
+    It is removed when the process ends.
+    """
     folder = Path(tempfile.mkdtemp(prefix="python-without-the-project-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return python_without_the_project(folder)
 
 
 def python_without_the_project(folder: Path) -> Path:
-    """Lay out a virtual environment in `folder` that sees this one's packages, but not the project; return its `bin`.
+    """Make a virtual environment that finds the packages of this environment except the project. Return its `bin`
+    folder.
 
-    Left out is whatever the project's installation put beside the other packages: the packages themselves, or the
-    path file (or the finder) of an editable installation.
+    It omits the files that installing the project put beside the other packages: the project's packages, or the path
+    file or finder of an editable installation.
     """
     venv.EnvBuilder(symlinks=True, clear=True).create(folder)
     hidden: set[str] = set()
@@ -43,10 +49,11 @@ def python_without_the_project(folder: Path) -> Path:
 
 
 def isolated_python(folder: Path) -> Path:
-    """Make a virtual environment in `folder` into which pip can install, and return its `python`.
+    """Make a virtual environment in which pip can install packages, and return its `python`.
 
-    The packages installed here are on its path as a plain folder, in which no `.pth` file is obeyed: an editable
-    install is such a file. Packages that its pip installs go into the environment itself.
+    It finds the packages of this environment by a plain folder on its path. Python ignores `.pth` files in such a
+    folder, so an editable installation of the project is not found. Packages that its pip installs go into the new
+    environment itself.
     """
     home = folder / "isolated python"
     venv.create(home, symlinks=True, with_pip=False)

@@ -1,4 +1,6 @@
-"""The promises of the stand-ins for a vendor's containers: nothing of the launcher gets in, no process gets out."""
+"""Tests the stand-in for a vendor's container: nothing of the launcher's environment is in it, and no process survives
+it.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,14 @@ print(child.pid, flush=True)
 
 
 def run(code: str, directory: Path) -> tuple[int, list[str]]:
-    """Run Python code; return its exit code and what it wrote."""
+    """Run Python code, and return its exit code and its output."""
     heard: list[str] = []
     environment = container_environment(shared_python(), directory)
     process = IsolatedProcess(["python", "-c", code], environment, directory, on_line=heard.append)
     return process.wait(60), heard
 
 
-def test_a_command_finds_nothing_of_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_has_no_variables_of_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_THE_LAUNCHER", "1")
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     home = tmp_path / "a home"
@@ -51,21 +53,21 @@ def test_a_command_has_the_packages_but_not_the_project(tmp_path: Path) -> None:
     assert run(code, tmp_path / "home") == (0, ["False"])
 
 
-def test_both_streams_are_heard_to_their_ends_in_their_order(tmp_path: Path) -> None:
+def test_both_streams_are_read_to_their_ends_in_order(tmp_path: Path) -> None:
     lines = "import sys; [print(i, file=(sys.stdout, sys.stderr)[i % 2], flush=True) for i in range(50)]"
     rest = "sys.stdout.buffer.write(b'a\\xffb\\nno line feed'); sys.exit(7)"
     expected = [*map(str, range(50)), "a\N{REPLACEMENT CHARACTER}b", "no line feed"]
     assert run(f"{lines}; {rest}", tmp_path / "home") == (7, expected)
 
 
-def test_what_a_command_leaves_running_ends_with_it(tmp_path: Path) -> None:
+def test_processes_that_a_command_leaves_running_end_with_it(tmp_path: Path) -> None:
     for options in ("", "env={**os.environ, 'HOME': '/'}", "cwd='/'"):
         code, heard = run(ESCAPE.format(options=options), tmp_path / "home")
         assert code == 0
         assert not is_alive(int(heard[0])), options
 
 
-def test_a_command_that_ignores_the_request_to_stop_is_killed(tmp_path: Path) -> None:
+def test_a_command_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     home = tmp_path / "home"
     ready = threading.Event()
     process = IsolatedProcess(
@@ -79,7 +81,7 @@ def test_a_command_that_ignores_the_request_to_stop_is_killed(tmp_path: Path) ->
     assert not is_alive(process.pid)
 
 
-def test_a_command_that_heeds_the_request_to_stop_ends_by_itself(tmp_path: Path) -> None:
+def test_a_command_that_handles_sigterm_ends_by_itself(tmp_path: Path) -> None:
     home = tmp_path / "home"
     process = IsolatedProcess(["sleep", "600"], container_environment(shared_python(), home), home)
     assert process.stop(60) == 143

@@ -1,7 +1,7 @@
 """The control plane of the stand-in: Jobs, their pods and Secrets, and the controllers that keep them.
 
 It has Indexed Jobs whose indexes are not retried: a pod that failed fails its index. A finished Job is deleted after
-its time, and the garbage collector deletes what the Job owned. `answers.json` says what a real control plane does.
+its time, and the garbage collector deletes what the Job owned. `answers.json` describes a real control plane.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENDS = {
     "Failed": ("FailureTarget", "FailedIndexes", "Job has failed indexes"),
     "Complete": ("SuccessCriteriaMet", "CompletionsReached", "Reached expected number of succeeded pods"),
 }
-"""By the condition of a Job that has ended: the condition that comes before it, and reason and message of both."""
+"""For each final condition of a Job: the condition that comes before it, and the reason and message of both."""
 
 
 class AlreadyExists(Exception):
@@ -32,7 +32,7 @@ class AlreadyExists(Exception):
 
 
 class Cluster:
-    """The objects of one namespace. `changed` guards them all."""
+    """The objects of one namespace. The lock `changed` guards all of them."""
 
     def __init__(self, folder: Path) -> None:
         self.changed = threading.Condition()
@@ -42,13 +42,13 @@ class Cluster:
         self.kubelet = Kubelet(folder, self.changed, self.secrets.get, self._pod_ended)
         self.events: list[Wire] = []
         self.refuses_pods = ""
-        """Why no pod can be made, as by a quota."""
+        """The reason why no pod can be created, such as a quota. Empty: pods can be created."""
         self.pod_security = ""
         """The Pod Security Standard that the namespace enforces, as in "restricted"."""
         self.podgc_s = 0.05
         """Seconds until a deleted pod that has no node is removed; a real collector comes every 20 s."""
         self.drops: set[str] = set()
-        """Fields of a Job's spec that this server is too old to know."""
+        """Fields of a Job's spec that this server ignores, like an older server."""
         self._versions = itertools.count(1)
         self._timers: list[threading.Timer] = []
 
@@ -123,7 +123,7 @@ class Cluster:
         self.changed.notify_all()
 
     def _finish(self, job: Wire, kind: str) -> None:
-        """Report the end of a Job: what will end it first, and the end in a later update."""
+        """Report the end of a Job: first the condition that leads to the end, and the end itself in a later update."""
         status, (before, reason, message) = job["status"], ENDS[kind]
         if any(each["type"] == before for each in status.get("conditions", ())):
             return
@@ -172,7 +172,7 @@ class Cluster:
         return f'violates PodSecurity "restricted:latest": {found}' if found else ""
 
     def warnings(self, job: Wire) -> list[str]:
-        """Return what the server warns of when a Job is created, as headers `Warning` have it."""
+        """Return the server's warnings when a Job is created, in the format of the header `Warning`."""
         found = violations(job["spec"]["template"]["spec"]) if self.pod_security == "restricted" else ""
         return [f'would violate PodSecurity "restricted:latest": {found}'] if found else []
 
@@ -207,7 +207,7 @@ class Cluster:
             self.changed.notify_all()
 
     def evict(self, name: str, reason: str = "Evicted", message: str = EVICTED) -> None:
-        """End a pod as a kubelet does that is short of memory: the pod object stays."""
+        """End a pod like a kubelet that is short of memory. The pod object stays."""
         with self.changed:
             pod = self.pods[name]
             pod.ending, pod.disruption = (reason, message), ("TerminationByKubelet", message)
@@ -281,7 +281,7 @@ class Cluster:
             return made
 
     def _collect_garbage(self) -> None:
-        """Delete what an owner had that is gone."""
+        """Delete the objects whose owner no longer exists."""
         living = {job["metadata"]["uid"] for job in self.jobs.values()}
 
         def is_garbage(wire: Wire) -> bool:
@@ -289,7 +289,7 @@ class Cluster:
             return bool(owners) and not owners & living
 
         for pod in [pod for pod in self.pods.values() if is_garbage(pod.wire)]:
-            pod.is_tracked = False  # the Job controller frees the pods of a Job that is gone
+            pod.is_tracked = False  # if a Job no longer exists, the Job controller removes its finalizer from the pods
             self._delete(pod)
         for name in [name for name, secret in self.secrets.items() if is_garbage(secret)]:
             del self.secrets[name]

@@ -26,7 +26,9 @@ REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z0-9_.-]+)\)")
 
 
 EVICTED = "The node was low on resource: memory. "
-LAG_S = 0.05  # between the report of a container's end and the report of its pod's: long enough that looks see it
+# seconds between the report of a container's end and the report of its pod's end; long enough that a look can happen in
+# between
+LAG_S = 0.05
 
 
 def now(after_s: float = 0.0) -> str:
@@ -54,20 +56,22 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 
 def expanded(text: str, variables: Mapping[str, str]) -> str:
-    """Replace `$(NAME)` of variables that there are, and `$$` by `$`, as Kubernetes does in commands and values."""
+    """Replace `$(NAME)` by the value of an existing variable, and `$$` by `$`, as Kubernetes does in commands and
+    values.
+    """
     return REFERENCE.sub(lambda m: "$" if m[0] == "$$" else variables.get(m[1], m[0]), text)
 
 
 @dataclass(eq=False)
 class Pod:
-    """A pod: `wire` is what the API shows, the rest is the kubelet's."""
+    """A pod. `wire` is its JSON in the API, and the other fields belong to the kubelet."""
 
     wire: dict[str, Any]
     lines: list[str] = field(default_factory=list)
     process: IsolatedProcess | None = None
     code: int | None = None
     ending: tuple[str, str] | None = None
-    """Reason and message of the end that the kubelet brings."""
+    """Reason and message of the end, if the kubelet ends the pod."""
     disruption: tuple[str, str] | None = None
     """Reason and message of the condition DisruptionTarget that the kubelet reports with the end."""
     killed_for: str = ""
@@ -107,7 +111,7 @@ class Pod:
         self.status["conditions"] = [*others, row]
 
     def container(self, state: str, **more: Any) -> None:
-        """Set the state of the container, and with it the conditions that follow from it."""
+        """Set the state of the container, and the conditions that follow from that state."""
         image = self.wire["spec"]["containers"][0]["image"]
         row = {"name": "replica", "image": image, "imageID": "", "ready": state == "running", "restartCount": 0}
         self.status["containerStatuses"] = [{**row, "state": {state: more}}]
@@ -118,7 +122,7 @@ class Pod:
 
 
 class Kubelet:
-    """Runs pods. `changed` guards them and is notified when one changes.
+    """Runs pods. The condition `changed` guards them, and is notified when a pod changes.
 
     Args:
         secret: returns a Secret by its name, or None.
@@ -138,11 +142,11 @@ class Kubelet:
         self.reports_ends = True
         """Whether a pod's phase follows its container's end. False: until a test sets it and notifies `changed`."""
         self.unreachable: set[str] = set()
-        """Nodes whose kubelet reports nothing and ends nothing."""
+        """Nodes that are cut off: their kubelet reports nothing and ends nothing."""
         self.room: int | None = None
-        """How many pods have a node. None means all. More wait, `Unschedulable`."""
+        """The number of pods that can have a node. None: all. Further pods wait as `Unschedulable`."""
         self.broken: dict[str, tuple[str, str]] = {}
-        """By image: reason and message of containers that cannot be made."""
+        """For each image whose containers cannot be created: the reason and the message."""
         self.is_closing = False
         self._folder = folder
         self._secret = secret
@@ -167,7 +171,7 @@ class Kubelet:
     def _run(self, pod: Pod) -> None:
         with self.changed:
             if not self._has_node(pod):
-                return  # no kubelet has it: the control plane removes it
+                return  # no kubelet runs this pod, so the control plane removes it
             if (variables := self._made(pod)) is not None and self._launched(pod, variables):
                 self._wait(pod)
             else:
@@ -197,7 +201,7 @@ class Kubelet:
         return True
 
     def _made(self, pod: Pod) -> dict[str, str] | None:
-        """Wait until the container can be made; return its variables, or None for a pod that was ended before."""
+        """Wait until the container can be created, and return its variables. None: the pod was ended before that."""
         container = pod.wire["spec"]["containers"][0]
 
         def problem() -> tuple[str, str] | None:
@@ -217,13 +221,13 @@ class Kubelet:
             values = {key: base64.b64decode(value).decode() for key, value in data.items()}
             variables |= {
                 key: value for key, value in values.items() if IDENTIFIER.fullmatch(key)
-            }  # others are left out
+            }  # variables with other names are omitted
         for each in container.get("env", ()):
             variables[each["name"]] = expanded(each.get("value", ""), variables)
         return variables
 
     def _launched(self, pod: Pod, variables: dict[str, str]) -> bool:
-        """Start the container's process. False if its runtime could not: then the container is shown as ended."""
+        """Start the container's process. Return False if that fails; the container is then shown as ended."""
         container, directory = pod.wire["spec"]["containers"][0], self._folder / pod.name
         usual = {
             **container_environment(shared_python(), directory),
@@ -258,7 +262,7 @@ class Kubelet:
         return True
 
     def _wait(self, pod: Pod) -> None:
-        """Wait for the end of a pod's process, and end it where it must end."""
+        """Wait for the end of a pod's process, and end it after its deadline or its deletion."""
         assert pod.process is not None
         began = datetime.now(UTC)
 
@@ -267,7 +271,7 @@ class Kubelet:
             return pod.code is not None or self._must_end(pod) or is_less
 
         while pod.code is None and not self._must_end(pod):
-            limit_s = pod.wire["spec"].get("activeDeadlineSeconds")  # which may have been lowered meanwhile
+            limit_s = pod.wire["spec"].get("activeDeadlineSeconds")  # the deadline may have been lowered meanwhile
             left_s = None if limit_s is None else limit_s - (datetime.now(UTC) - began).total_seconds()
             if left_s is not None and left_s <= 0:
                 pod.ending = ("DeadlineExceeded", "Pod was active on the node longer than the specified deadline")

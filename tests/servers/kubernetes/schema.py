@@ -1,6 +1,6 @@
-"""The errors in a body by the official client's models: `openapi_types` and `attribute_map` of each.
+"""Finds errors in the body of a request, by the official client's models: their `openapi_types` and `attribute_map`.
 
-That is the published schema. The module `rules` has the rules beyond types.
+These models are the published schema. The module `rules` has the rules beyond types.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ INSIDE = re.compile(r"(?:List\[(?P<item>.+)\]|Dict\[str, (?P<value>.+)\])")
 
 
 def problems(value: Any, kind: str, path: str = "") -> Iterator[str]:
-    """Walk through a JSON value; give each unknown field, wrong type and missing field with its path."""
+    """Yield each unknown field, wrong type and missing field in a JSON value, with its path."""
     if inside := INSIDE.fullmatch(kind):
         expected = list if inside["item"] else dict
         if not isinstance(value, expected):

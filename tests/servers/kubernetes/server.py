@@ -4,8 +4,8 @@
         os.environ["KUBECONFIG"] = server.kubeconfig
 
 The server compares every body with the client's own models (`schema`) and with the rules of batch/v1 (`rules`). Pods
-really run, as local processes. `answers.json` is the table of a real server's answers: a test asks this server for
-each of them, and `pytest -m 'live and k8s'` asks a real one.
+really run, as local processes. `answers.json` is the table of a real server's answers. A test sends the request of each
+row to this server, and `pytest -m 'live and k8s'` sends it to a real server.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ RIGHTS = {
     "evict_pod": ("create", "", "pods/eviction"),
     "patch_pod": ("patch", "", "pods"),
 }
-"""By route, the verb, API group and resource that an account needs."""
+"""For each route, the verb, API group and resource for which an account needs a right."""
 REASONS = {
     400: "BadRequest",
     401: "Unauthorized",
@@ -95,7 +95,7 @@ class Refusal(Exception):
 
 @dataclass
 class Fault:
-    """The fate of the next requests for a route: an error status, or the connection is reset (0)."""
+    """A fault of the next requests for a route: an error status, or 0 to reset the connection."""
 
     status: int
     times: int
@@ -105,9 +105,10 @@ class Fault:
 
 
 class ApiServer:
-    """The server, as tests see it.
+    """The server and its controls for tests.
 
-    `requests` has the route of every request so far, `complaints` what was asked for and is not here.
+    `requests` has the route of every request so far, and `complaints` has the requests that this server does not
+    support.
     """
 
     def __init__(self) -> None:
@@ -118,7 +119,7 @@ class ApiServer:
         self.bodies: list[tuple[str, Any]] = []
         self.complaints: list[str] = []
         self.denied: set[tuple[str, str]] = set()
-        """Verb and resource of what this account may not do, as in ("get", "pods/log")."""
+        """Verb and resource of requests that this account may not make, as in ("get", "pods/log")."""
         self._faults: dict[str, list[Fault]] = {}
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
         self._http.daemon_threads = True
@@ -158,8 +159,8 @@ class ApiServer:
         Args:
             route: a name in `ROUTES`, or "dry_run".
             status: the HTTP status. 409 is a `Conflict`.
-            times: for how many requests.
-            after_applying: do what was asked first, so that only the answer is lost.
+            times: the number of requests that are hit.
+            after_applying: True: execute the request first, so that only the answer is lost.
             message: the message of the Status.
             headers: more headers of the answer, as in `retry_after="7"`.
         """
@@ -179,9 +180,9 @@ class ApiServer:
         return [pod for pod in list(self.cluster.pods.values()) if pod.name.startswith(named)][-1]
 
     def until(self, ready: Callable[[], object], timeout_s: float = 60.0) -> None:
-        """Wait until something is so in the cluster."""
+        """Wait until a condition on the cluster is true."""
         with self.cluster.changed:
-            assert self.cluster.changed.wait_for(ready, timeout_s), f"it was not so within {timeout_s} s"
+            assert self.cluster.changed.wait_for(ready, timeout_s), f"the condition was not true within {timeout_s} s"
 
     def close(self) -> None:
         self.cluster.close()
@@ -197,7 +198,7 @@ class ApiServer:
         return None
 
     def apply(self, route: str, name: str, query: Mapping[str, str], body: Any) -> Any:
-        """Do what a request asks for.
+        """Execute a request, and return the answer.
 
         Raises:
             Refusal: the server refuses it.
@@ -216,7 +217,7 @@ class ApiServer:
             raise Refusal(409, str(error), "AlreadyExists") from None
 
     def warnings(self, route: str, body: Any) -> list[str]:
-        """Return what the answer to a request that was granted warns of."""
+        """Return the warnings in the answer to a request that was accepted."""
         return self.cluster.warnings(body) if route == "create_job" else []
 
     def _check(
@@ -411,10 +412,10 @@ def _status(code: int, message: str, reason: str = "") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def api_server() -> Iterator[ApiServer]:
-    """Start a server on a free port of loopback; stop it, and every pod, with the block.
+    """Start a server on a free port of loopback. At the end of the block, stop the server and every pod.
 
     Raises:
-        AssertionError: at the end, when the server was asked for what it does not have.
+        AssertionError: at the end of the block, if a request was not supported.
     """
     server = ApiServer()
     try:

@@ -1,4 +1,4 @@
-"""The stand-in answers as in the table of a real server's answers. With `-m live` a real server is asked, too."""
+"""Tests the stand-in against the table of a real server's answers. With `-m live`, tests a real server, too."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Row = dict[str, Any]
 
 
 class Asker:
-    """Sends the requests of rows to one server, and removes what they leave."""
+    """Sends the requests of table rows to one server, and deletes the objects that they create."""
 
     def __init__(self, api: client.ApiClient, namespace: str) -> None:
         self.api = api
         self.token = ""
-        """The credentials to send in place of the kubeconfig's. Empty: the kubeconfig's."""
+        """The credentials to send. Empty: the credentials of the kubeconfig."""
         self.name = f"table-{secrets.token_hex(4)}"
         self._namespace = namespace
 
@@ -45,7 +45,7 @@ class Asker:
         return text.replace("{name}", self.name).replace("{ns}", self._namespace)
 
     def ask(self, method: str, path: str, body: str | None = None, changes: Mapping[str, Any] | None = None) -> Any:
-        """Make one request; return its status, its headers, and its answer as JSON."""
+        """Send one request, and return the status, the headers, and the answer as JSON."""
         made = copy.deepcopy(TABLE["bodies"][body]) if body else {}
         for place, value in (changes or {}).items():
             *folders, last = place.split(".")
@@ -56,7 +56,7 @@ class Asker:
         text = self.fill(json.dumps(made)).replace("{a MiB and one byte}", "x" * ((1 << 20) + 1))
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         pools = self.api.rest_client.pool_manager
-        if self.token:  # without the client's certificate, which counts as well
+        if self.token:  # without the client's certificate, which would authenticate the request, too
             headers["Authorization"] = f"Bearer {self.token}"
             pools = urllib3.PoolManager(ca_certs=self.api.configuration.ssl_ca_cert)
         else:
@@ -79,7 +79,7 @@ class Asker:
 
 
 def check(row: Row, asker: Asker) -> None:
-    """Ask what a row asks, and compare the answer with the row."""
+    """Send the request of a row, and compare the answer with the row."""
     for earlier in row.get("before", ()):
         asker.ask(*earlier)
     asker.token = row.get("token", "")
@@ -175,7 +175,7 @@ def conditions(k8s: ApiServer, name: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("kind", "script"), [("failed", "exit 1"), ("complete", "true")])
-def test_what_ends_a_job_is_reported_before_its_end(k8s: ApiServer, kind: str, script: str) -> None:
+def test_the_reason_for_the_end_of_a_job_is_reported_before_the_end(k8s: ApiServer, kind: str, script: str) -> None:
     row = TABLE["jobs"][kind]
     (job_id,) = KubernetesJobs().start_jobs([job(script)])
     k8s.until(lambda: conditions(k8s, job_id["job"]))
@@ -196,7 +196,7 @@ def test_a_job_that_a_queue_takes_back_has_been_changed_twice(k8s: ApiServer) ->
 
 
 @pytest.mark.parametrize("row", TABLE["deletions"], ids=lambda row: row["of"])
-def test_a_deleted_pod_is_due_after_its_grace_and_stays_until_somebody_removes_it(k8s: ApiServer, row: Row) -> None:
+def test_a_deleted_pod_stays_after_its_grace_until_it_is_removed(k8s: ApiServer, row: Row) -> None:
     runs = row["of"] == "a pod that runs"
     k8s.cluster.kubelet.grace_s, k8s.cluster.podgc_s = 60.0, 3600.0
     k8s.cluster.kubelet.room = None if runs else 0

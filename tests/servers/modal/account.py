@@ -1,4 +1,4 @@
-"""The other objects of an account on Modal, next to sandboxes: apps, images and secrets."""
+"""The objects of a Modal account other than sandboxes: apps, images, secrets and volumes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Account:
 
     def __init__(self) -> None:
         self.secrets: dict[str, dict[str, str]] = {}
-        """Named secrets, as made in the vendor's dashboard: name -> variables."""
+        """Named secrets, which users create in the vendor's dashboard: name -> variables."""
         self.builder_says: list[str] = []
-        """The output of the builder of images. If it is empty, every image exists."""
+        """The output of building an image. If it is empty, every image exists already."""
         self.builder_is_slow = False
         self.rates = {
             "cpu_hour_cost_sandbox": "0.1419",
@@ -58,7 +58,7 @@ class Account:
         self._secret_ids: dict[str, str | dict[str, str]] = {}
         self._images: dict[bytes, str] = {}
 
-    # Read by sandboxes
+    # Called by the code for sandboxes
 
     def variables_of(self, secret_id: str) -> Mapping[str, str]:
         secret = self._secret_ids.get(secret_id)
@@ -104,7 +104,7 @@ class Account:
         )
 
     async def ImageGetOrCreate(self, request: Any, metadata: Any) -> api_pb2.ImageGetOrCreateResponse:
-        """Every image has been built already, unless the builder has output. There is one interpreter for all."""
+        """Return an image. It is built already, unless the builder has output. All images use the same interpreter."""
         definition = request.image.SerializeToString(deterministic=True)
         is_built = definition in self._images or not self.builder_says
         image_id = self._images.setdefault(definition, new_id("im"))

@@ -1,4 +1,4 @@
-"""The calls about sandboxes, of both back ends of Modal.
+"""Answers the calls about sandboxes, for both back ends of Modal.
 
 The back end V2 has sandboxes without a GPU, and starts them at once. V1 has sandboxes with GPUs, which wait until there
 is room. Two facts about the vendor are not known: whether a call of one back end finds the sandboxes of the other, and
@@ -29,7 +29,7 @@ class SandboxCalls:
     def __init__(self, account: Account, folder: Path, bin_folder: Path) -> None:
         self.sandboxes: dict[str, Sandbox] = {}
         self.capacity: int | None = None
-        """How many GPUs there are. None means enough."""
+        """The number of GPUs. None: always enough."""
         self._account = account
         self._folder = folder
         self._bin_folder = bin_folder
@@ -126,7 +126,7 @@ class SandboxCalls:
         others = [other for other in self.sandboxes.values() if other.app_id == request.app_id and not other.result]
         if definition.name and any(other.name == definition.name for other in others):
             raise GRPCError(Status.ALREADY_EXISTS, f"Sandbox with name {definition.name!r} already exists")
-        # Whatever has not the form of a V1 id, 22 characters of base 62, is a V2 id to the client.
+        # The client takes every id for a V2 id that does not have the form of a V1 id, 22 characters of base 62.
         sandbox_id = new_id("sb", 26 if is_v2 else 22)
         task_id = new_id("ta", 21) + ("V" if is_v2 else "1")
         folder = self._folder / sandbox_id
@@ -144,7 +144,8 @@ class SandboxCalls:
             task_id=task_id,
             is_v2=is_v2,
             app_id=request.app_id,
-            created_at=max(time.time(), newest + 1e-5),  # pages are cut by it, so no two are equal
+            # pages begin and end at a creation time, so no two may be equal
+            created_at=max(time.time(), newest + 1e-5),
             definition=definition,
             tags={tag.tag_name: tag.tag_value for tag in request.tags},
             environment=dict(definition.environment_variables.contents) | environment | by_the_vendor,
@@ -167,7 +168,7 @@ class SandboxCalls:
         until = time.monotonic() + timeout_s
         while sandbox.result is None and await sandbox.news(until):
             pass
-        self.find(sandbox.sandbox_id)  # it may have vanished meanwhile
+        self.find(sandbox.sandbox_id)  # the sandbox may have been removed meanwhile
         return api_pb2.SandboxWaitResponse(result=sandbox.result, metadata=described(sandbox))
 
     async def _terminate(self, sandbox: Sandbox) -> api_pb2.SandboxTerminateResponse:

@@ -24,14 +24,14 @@ CREATES = ("SandboxCreate", "SandboxCreateV2")
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call that has arrived."""
+    """A call that the server received."""
 
     rpc: str
     request: Any
     metadata: dict[str, str]
 
     def carries(self, value: str) -> bool:
-        """Return whether a text is anywhere in the request, unchanged."""
+        """Return True if the request contains a text unchanged, in any field."""
         return value.encode() in self.request.SerializeToString()
 
 

@@ -13,15 +13,15 @@ from grpclib import GRPCError, Status
 
 @dataclasses.dataclass(kw_only=True)
 class Fault:
-    """One way to misbehave at the calls of one name."""
+    """One fault of the calls with a name."""
 
     rpc: str
     status: Status | None = None
-    """What to answer."""
+    """The error to answer with."""
     message: str = ""
     times: int = 1
     after_applying: bool = False
-    """True if the call has acted before the fault."""
+    """True if the call has its effect before the fault."""
     loses_connection: bool = False
     """True if the connection breaks, with all other calls on it."""
     when: Callable[[Any], bool] | None = None
@@ -40,7 +40,7 @@ class ConnectionLostError(Exception):
 
 
 class Faults:
-    """The faults that are planned. Planned in one thread, taken in another."""
+    """The planned faults. One thread plans them, and another thread takes them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,6 +62,6 @@ class Faults:
         return None
 
     def unused(self) -> list[Fault]:
-        """Return the faults that have not struck as often as planned."""
+        """Return the faults that have hit fewer calls than planned."""
         with self._lock:
             return list(self._planned)

@@ -1,4 +1,4 @@
-"""The calls about logs: kept entries by time."""
+"""Answers the calls about logs: entries by their time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MAX_RANGE_NS = int(timedelta(days=35).total_seconds() * 1e9)
 
 
 class LogCalls:
-    """Answers the calls that count and read what sandboxes wrote."""
+    """Answers the calls that count and read the output of sandboxes."""
 
     def __init__(self, account: Account, calls: SandboxCalls) -> None:
         self._account = account
         self._calls = calls
 
     async def AppCountLogs(self, request: Any, metadata: Any) -> api_pb2.AppCountLogsResponse:
-        """Return how many entries an app, or one of its sandboxes, has in each stretch of a span of time."""
+        """Return the number of log entries of an app, or of one of its sandboxes, in each interval of a period."""
         entries, size_ns = self._entries(request), request.bucket_secs * 10**9
         counts = Counter(entry.timestamp_ns // size_ns for _, entry in entries)
         reply = api_pb2.AppCountLogsResponse()
@@ -34,7 +34,7 @@ class LogCalls:
         return reply
 
     async def AppFetchLogs(self, request: Any, metadata: Any) -> api_pb2.AppFetchLogsResponse:
-        """Return the last entries of an app, or of one of its sandboxes, in a span of time."""
+        """Return the last log entries of an app, or of one of its sandboxes, in a period."""
         reply = api_pb2.AppFetchLogsResponse()
         for task, entry in self._entries(request)[-request.limit :]:
             reply.batches.add(task_id=task).items.append(entry.message())

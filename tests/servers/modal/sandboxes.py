@@ -28,7 +28,8 @@ TERMINATED = api_pb2.GenericResult.GENERIC_STATUS_TERMINATED
 INIT_FAILURE = api_pb2.GenericResult.GENERIC_STATUS_INIT_FAILURE
 KERNEL_OOM_KILL = api_pb2.GenericResult.GENERIC_STATUS_KERNEL_OOM_KILL
 
-# Not even a test process that is killed leaves sandboxes behind; util-linux has it, macOS has not.
+# With this program, even a test process that is killed leaves no sandboxes behind. It is part of util-linux, which
+# macOS does not have.
 ENDS_WITH_THE_SERVER = [setpriv, "--pdeathsig", "KILL"] if (setpriv := shutil.which("setpriv")) else []
 
 
@@ -51,7 +52,7 @@ class LogEntry:
 
 @dataclasses.dataclass
 class Sandbox:
-    """One sandbox: what was asked for, its process, its output, and how it ended."""
+    """One sandbox: its definition, its process, its output, and its end."""
 
     sandbox_id: str
     task_id: str
@@ -78,16 +79,19 @@ class Sandbox:
 
     @property
     def gpus(self) -> int:
-        """How many GPUs it holds."""
+        """The number of GPUs that it has."""
         return int(self.definition.resources.gpu_config.count)
 
     def start(self, bin_folder: Path) -> None:
-        """Schedule it: from now on its command runs and its time does too."""
+        """Start the command. The time limit counts from now."""
         self.is_scheduled = True
         self._life = asyncio.create_task(self._live(bin_folder))
 
     async def end(self, verdict: api_pb2.GenericResult) -> None:
-        """End it from outside, and return before it is gone, as the vendor does. An ended sandbox stays as it is."""
+        """Begin to end the sandbox, and return before it has ended, as the vendor does.
+
+        A sandbox that has ended does not change.
+        """
         if self.result or self._verdict:
             return
         self._verdict = verdict
@@ -97,7 +101,7 @@ class Sandbox:
             self._kill_everything()
 
     async def running(self) -> asyncio.subprocess.Process:
-        """Wait until its command runs; return the process."""
+        """Wait until the command runs, and return its process."""
         until = time.monotonic() + 10
         while self.process is None and self.result is None and await self.news(until):
             pass
@@ -105,12 +109,12 @@ class Sandbox:
         return self.process
 
     async def gone(self) -> None:
-        """Wait until nothing of it runs."""
+        """Wait until no process of the sandbox runs."""
         if self._life:
             await self._life
 
     async def news(self, until: float) -> bool:
-        """Wait for more output, its start or its end; return False if a time of the clock comes first."""
+        """Wait for more output, the start or the end. Return False at a given time."""
         left_s = until - time.monotonic()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._news.wait(), max(left_s, 0))
@@ -148,7 +152,7 @@ class Sandbox:
             asyncio.create_task(self._read(2, self.process.stderr)),
         ]
         self._tell()
-        if self._verdict:  # ended before it had begun
+        if self._verdict:  # the sandbox was ended before it was started
             self._kill_everything()
         timer = asyncio.get_running_loop().call_later(self.definition.timeout_secs, self._time_out)
         code = await self.process.wait()
@@ -181,12 +185,15 @@ class Sandbox:
         self._tell()
 
     def _tell(self) -> None:
-        """Wake all waiting calls. Later calls wait for the next news."""
+        """Wake all waiting calls. Later calls wait for the next change."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     def _kill_everything(self) -> bool:
-        """Kill the command's process group, and whatever else carries this sandbox's mark; say whether any did."""
+        """Kill the command's process group, and each other process with this sandbox's mark.
+
+        Return True if there was any.
+        """
         if self.process is None:
             return False
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -199,7 +206,7 @@ class Sandbox:
 
 
 def lines_of(text: str) -> list[str]:
-    """Cut a text behind every newline, and nowhere else."""
+    """Divide a text after every newline, and nowhere else."""
     lines = [f"{line}\n" for line in text.split("\n")]
     lines[-1] = lines[-1][:-1]
     return [line for line in lines if line]

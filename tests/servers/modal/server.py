@@ -1,11 +1,11 @@
-"""A Modal control plane on loopback, for the real SDK. Tests start it, let it misbehave, and stop it.
+"""A Modal control plane on loopback, for the real SDK. Tests start it, plan faults, and stop it.
 
     with modal_server() as server, server.used_by_the_sdk():
         modal.App.lookup("app", create_if_missing=True)     # `modal` as ever, here and in child processes
 
-Sandboxes are processes of this machine (`modal_sandboxes`), each with an empty directory, nothing of this process's
-environment, and a `python` that has every installed package except this project. Its behavior comes from
-the released SDK, whose tables of calls it serves. A call that it does not serve fails the test that made it.
+Sandboxes are processes of this machine (`modal_sandboxes`), each with an empty directory, no variables of this process,
+and a `python` that has every installed package except this project. Its behavior comes from the released SDK, whose
+tables of calls it serves. If a test makes a call that the server does not support, the test fails.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ModalServer:
         """Named secrets: `server.secrets["my-secret"] = {"KEY": "value"}`."""
         self.calls = SandboxCalls(self.account, folder, shared_python())
         self.token = (TOKEN_ID, TOKEN_SECRET)
-        """The credentials that it takes; a test may change them, and every call fails from then on."""
+        """The credentials that the server accepts. If a test changes them, every later call fails."""
         self._folder = folder
         self._faults = Faults()
         answering = [self.account, self.calls, LogCalls(self.account, self.calls)]
@@ -76,11 +76,11 @@ class ModalServer:
 
     @contextlib.contextmanager
     def used_by_the_sdk(self) -> Iterator[None]:
-        """Point the SDK of this process at this server, and what it starts too.
+        """Let the SDK of this process, and of its child processes, use this server.
 
-        The SDK reads its settings from `os.environ` when it needs them, except the path of the file and the name of
-        the profile, read when it is imported. It keeps one client for all calls that name none, with the address it
-        has met; closing that client makes it forget it. Handles of the closed client are of no more use.
+        The SDK reads its settings from `os.environ` when it needs them. It reads the path of its file and the name of
+        the profile only once, when it is imported. It keeps one default client with the first address, until that
+        client is closed. Handles of a closed client cannot be used.
         """
         others = {name: value for name, value in os.environ.items() if name.startswith("MODAL_")}
         for name in others:
@@ -89,17 +89,18 @@ class ModalServer:
         try:
             yield
         finally:
-            with contextlib.suppress(modal.exception.AuthError):  # there was no client, and nothing to make one with
+            # there was no default client, and no credentials to make one
+            with contextlib.suppress(modal.exception.AuthError):
                 modal.Client.from_env().close()
             for name in [name for name in os.environ if name.startswith("MODAL_")]:
                 del os.environ[name]
             os.environ.update(others)
 
-    # How it is to behave
+    # Planned behavior
 
     @property
     def capacity(self) -> int | None:
-        """How many GPUs there are. None means enough. Sandboxes wait while there is no room."""
+        """The number of GPUs. None: always enough. Sandboxes wait for free GPUs."""
         return self.calls.capacity
 
     @capacity.setter
@@ -108,7 +109,7 @@ class ModalServer:
 
     @property
     def deduplicates(self) -> bool:
-        """Whether a create that the SDK repeats (same idempotency key) gives the same sandbox again."""
+        """True if a create that the SDK repeats, with the same idempotency key, returns the same sandbox."""
         return self._dispatcher.deduplicates
 
     @deduplicates.setter
@@ -116,7 +117,7 @@ class ModalServer:
         self._dispatcher.deduplicates = does
 
     def fail(self, rpc: str, status: Status | None = None, **details: Any) -> Fault:
-        """Misbehave at the next calls of this name, as in `Fault`. The SDK itself repeats INTERNAL three times."""
+        """Plan a `Fault` for the next calls with this name. The SDK itself repeats INTERNAL three times."""
         fault = Fault(rpc=rpc, status=status, **details)
         self._faults.plan(fault)
         return fault
@@ -180,15 +181,16 @@ class ModalServer:
         eventually(lambda: len(self.calls_of(rpc)) >= n_calls, f"{n_calls} calls of {rpc}", within_s=within_s)
 
     def requests_carrying(self, value: str) -> list[str]:
-        """The names of the calls whose request holds a text, wherever; what makes secrets does not count.
+        """The names of the calls whose request contains a text. Parts of requests that create secrets do not count.
 
-        On V2 the variables of a sandbox and of its ephemeral secrets come as one; on V1 both are made secrets first.
+        On V2, the variables of a sandbox and of its ephemeral secrets arrive together. On V1, both become secrets
+        first.
         """
         return [call.rpc for call in list(self._dispatcher.calls) if without_secrets(call).carries(value)]
 
     @property
     def unimplemented(self) -> set[str]:
-        """The names of the calls that it could not answer."""
+        """The names of the calls that the server could not answer."""
         return self._dispatcher.unimplemented
 
     def _check(self, rpc: str, metadata: Mapping[str, str]) -> None:
@@ -210,10 +212,12 @@ class ModalServer:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=30)
 
     async def _hang_up(self) -> None:
-        """End the connections that the server's own end has left, such as one that came while it closed."""
+        """End the connections that are still open after the server has closed, such as one that was made while it
+        closed.
+        """
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
-        for _ in range(3):  # a transport tells of its end one turn of the loop later
+        for _ in range(3):  # a transport reports its end one turn of the event loop later
             for transport in list(self._loop._transports.values()):  # type: ignore[attr-defined]
                 transport.abort()
             await asyncio.sleep(0)
@@ -221,7 +225,8 @@ class ModalServer:
     def _serve(self, ready: Future[None]) -> None:
         asyncio.set_event_loop(self._loop)
         server = Server([self._dispatcher], status_details_codec=custom_detail_codec)
-        # asyncio turns Nagle's algorithm off only where the protocol is named; every call would take 40 ms.
+        # asyncio turns Nagle's algorithm off only if the socket's protocol is given. Otherwise every call would take 40
+        # ms.
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.bind(("127.0.0.1", 0))
         try:
@@ -239,7 +244,7 @@ class ModalServer:
 
 
 def without_secrets(call: Call) -> Call:
-    """Return a call without those parts of its request that make secrets."""
+    """Return a call without the parts of its request that create secrets."""
     request = type(call.request).FromString(call.request.SerializeToString())
     for field in {"SecretGetOrCreate": ["env_dict"], "SandboxCreateV2": SECRET_FIELDS}.get(call.rpc, []):
         request.ClearField(field)
@@ -248,7 +253,10 @@ def without_secrets(call: Call) -> Call:
 
 @contextlib.contextmanager
 def modal_server() -> Iterator[ModalServer]:
-    """Serve in a thread until the block ends; then end every sandbox, and fail if a call could not be answered."""
+    """Run the server in a thread until the block ends.
+
+    Then end every sandbox, and fail if a call could not be answered.
+    """
     with tempfile.TemporaryDirectory(prefix="modal-") as folder:
         server = ModalServer(Path(folder))
         ready: Future[None] = Future()
@@ -260,8 +268,8 @@ def modal_server() -> Iterator[ModalServer]:
         finally:
             server._loop.call_soon_threadsafe(server._loop.stop)
             thread.join(timeout=30)
-            with warnings.catch_warnings():  # of a connection that came while the loop ended
+            with warnings.catch_warnings():  # from a connection that was made while the loop ended
                 warnings.simplefilter("ignore", ResourceWarning)
                 gc.collect()
     assert not thread.is_alive(), "the server has not stopped"
-    assert not server.unimplemented, f"the SDK asked for what the server does not know: {sorted(server.unimplemented)}"
+    assert not server.unimplemented, f"the SDK made unsupported calls: {sorted(server.unimplemented)}"

@@ -1,6 +1,6 @@
-"""The Modal server of the tests, seen through the real SDK, as far as an adapter relies on it.
+"""Tests the local Modal server through the real SDK, as far as an adapter relies on it.
 
-The CPU sandboxes go to the back end V2, those with a GPU to V1; nothing of the SDK is replaced.
+Sandboxes without a GPU use the back end V2, and sandboxes with a GPU use V1. No part of the SDK is replaced.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from servers.modal.server import ModalServer, modal_server
 __all__ = ["app"]  # a fixture
 
 KINDS = (None, "H100")
-"""The GPUs that lead to one back end and the other."""
+"""The values of `gpu` that lead to the back ends V2 and V1."""
 PRINTS_SURROUNDINGS = """
 import importlib.util, json, os, sys
 found = {name: bool(importlib.util.find_spec(name)) for name in ("torch", "boto3", "numpy", "executors", "diloco")}
@@ -46,7 +46,7 @@ print(json.dumps([dict(os.environ), os.getcwd(), os.listdir(), found, sys.versio
 """
 
 
-def test_a_sandbox_has_an_empty_directory_and_nothing_of_the_launchers_environment(
+def test_a_sandbox_has_an_empty_directory_and_no_variables_of_the_launcher(
     modal_cloud: ModalServer, app: modal.App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OF_THE_LAUNCHER", "must not be seen")
@@ -83,7 +83,7 @@ def test_a_sandbox_is_found_by_its_name_while_it_runs_and_on_v2_when_it_has_ende
         modal.Sandbox.from_name("an-app", "on-H100", include_terminated=True)
 
 
-def test_ending_a_sandbox_ends_all_that_it_started(modal_cloud: ModalServer, app: modal.App) -> None:
+def test_ending_a_sandbox_ends_all_processes_that_it_started(modal_cloud: ModalServer, app: modal.App) -> None:
     escapes = "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid, flush=True)"
     for gpu in KINDS:
         sandbox = create(app, "python", "-c", f"{escapes}; import time; time.sleep(60)", gpu=gpu)
@@ -95,7 +95,7 @@ def test_ending_a_sandbox_ends_all_that_it_started(modal_cloud: ModalServer, app
         assert sandbox.returncode == 137
         assert not is_alive(escaped)
         assert not pids_with({"MODAL_SANDBOX_ID": sandbox.object_id})
-        sandbox.terminate()  # once more is not an error
+        sandbox.terminate()  # to end it a second time is not an error
 
 
 def test_secrets_reach_the_environment_and_nothing_else(modal_cloud: ModalServer, app: modal.App) -> None:
@@ -120,17 +120,17 @@ def test_secrets_reach_the_environment_and_nothing_else(modal_cloud: ModalServer
     assert len(modal_cloud.sandboxes) == n_sandboxes
 
 
-def test_the_sdk_goes_from_server_to_server(modal_cloud: ModalServer) -> None:
-    """Every test has a server of its own: the client of the one before is not used again."""
+def test_the_sdk_uses_a_new_server_after_an_old_one(modal_cloud: ModalServer) -> None:
+    """Every test has its own server, so the SDK must not use the client of the previous server again."""
     assert os.environ["MODAL_SERVER_URL"] == modal_cloud.url
     modal.App.lookup("elsewhere", create_if_missing=True)
     assert len(modal_cloud.calls_of("AppGetOrCreate")) == 1
 
 
-# How it misbehaves
+# Faults
 
 
-def test_a_refused_create_raises_and_only_a_broken_server_is_asked_again(
+def test_the_sdk_repeats_a_create_after_a_server_error_and_not_after_a_refusal(
     modal_cloud: ModalServer, app: modal.App
 ) -> None:
     for gpu in KINDS:
@@ -166,7 +166,7 @@ def test_a_create_that_fails_once_is_repeated_and_makes_one_sandbox(modal_cloud:
                 sandbox.terminate(wait=True)
 
 
-def test_a_repeated_create_may_meet_its_own_sandbox(modal_cloud: ModalServer, app: modal.App) -> None:
+def test_a_repeated_create_may_find_that_its_own_sandbox_exists(modal_cloud: ModalServer, app: modal.App) -> None:
     modal_cloud.deduplicates = False
     for gpu in KINDS:
         modal_cloud.fail(create_of(gpu), loses_connection=True, after_applying=True)
@@ -175,7 +175,7 @@ def test_a_repeated_create_may_meet_its_own_sandbox(modal_cloud: ModalServer, ap
         assert modal.Sandbox.from_name("an-app", f"on-{gpu}").object_id == modal_cloud.sandboxes[-1].sandbox_id
 
 
-def test_a_connection_that_is_always_lost_raises_what_is_not_of_the_sdk(
+def test_a_connection_that_is_always_lost_raises_an_error_that_is_not_from_the_sdk(
     modal_cloud: ModalServer, app: modal.App
 ) -> None:
     for gpu in KINDS:
@@ -186,7 +186,7 @@ def test_a_connection_that_is_always_lost_raises_what_is_not_of_the_sdk(
         assert sandbox.poll() is None
 
 
-def test_a_sandbox_that_vanished_is_not_found_ever_after(modal_cloud: ModalServer, app: modal.App) -> None:
+def test_a_sandbox_that_was_removed_is_never_found_again(modal_cloud: ModalServer, app: modal.App) -> None:
     for gpu in KINDS:
         sandbox = create(app, "sleep", "60", gpu=gpu)
         modal_cloud.vanish(sandbox.object_id)
@@ -195,7 +195,7 @@ def test_a_sandbox_that_vanished_is_not_found_ever_after(modal_cloud: ModalServe
                 act()
 
 
-def test_a_pending_sandbox_starts_when_there_is_room(modal_cloud: ModalServer, app: modal.App) -> None:
+def test_a_pending_sandbox_starts_when_a_gpu_is_free(modal_cloud: ModalServer, app: modal.App) -> None:
     modal_cloud.capacity = 1
     first = create(app, "sleep", "60", gpu="H100")
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -206,7 +206,7 @@ def test_a_pending_sandbox_starts_when_there_is_room(modal_cloud: ModalServer, a
     assert text_of(second.result()) == "at last\n"
 
 
-def test_a_pending_sandbox_that_is_ended_is_a_conflict(modal_cloud: ModalServer, app: modal.App) -> None:
+def test_ending_a_pending_sandbox_is_answered_as_a_conflict(modal_cloud: ModalServer, app: modal.App) -> None:
     modal_cloud.capacity = 0
     with concurrent.futures.ThreadPoolExecutor() as pool:
         pending = pool.submit(create, app, "true", gpu="H100", name="pending")
@@ -214,7 +214,7 @@ def test_a_pending_sandbox_that_is_ended_is_a_conflict(modal_cloud: ModalServer,
         found = modal.Sandbox.from_name("an-app", "pending")
         assert found.poll() is None
         with pytest.raises(ExecutionError):
-            text_of(found)  # it has no task yet
+            text_of(found)  # a pending sandbox has no task yet
         found.terminate()
         with pytest.raises(ConflictError):
             pending.result(timeout=30)

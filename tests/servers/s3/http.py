@@ -1,7 +1,7 @@
-"""Serving an application behind the fault layer, on loopback or on the address given, until stdin ends.
+"""Serves an application behind the fault layer, on loopback or at a given address, until stdin ends.
 
-It prints its address in one line of JSON on stdout. Connections are kept, as by every S3 server; werkzeug's own server
-keeps none, and would hide what a client does with its pool.
+It prints its address in one line of JSON on stdout. It keeps connections open, as every S3 server does. werkzeug's own
+server closes them, and would hide how a client uses its connection pool.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, *_: Any) -> None:
-        pass  # a client that hung up
+        pass  # the client hung up
 
 
 def end_with_stdin() -> None:

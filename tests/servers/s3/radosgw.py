@@ -1,8 +1,8 @@
-"""A real Ceph on loopback, for one command: `python -m servers.s3.radosgw COMMAND…`
+"""Runs one command with a real Ceph on loopback: `python -m servers.s3.radosgw COMMAND…`
 
-One monitor, one OSD with its objects in memory, one radosgw, in a folder of their own. The command runs with AWS_* set
-for a user there and with RADOSGW_ENDPOINT_URL, and then all is stopped. Needs Debian's packages radosgw, ceph-mon,
-ceph-osd and ceph-common.
+The cluster has one monitor, one OSD with its objects in memory, and one radosgw, in a new folder. The command gets the
+variables AWS_* of a user of that cluster, and RADOSGW_ENDPOINT_URL. When the command has ended, the cluster is stopped.
+It needs Debian's packages radosgw, ceph-mon, ceph-osd and ceph-common.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def free_port() -> int:
 
 
 class Ceph:
-    """The daemons, and the folder they live in."""
+    """The daemons of the cluster, and their folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,7 +83,7 @@ class Ceph:
         self.daemons.append(subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
 
     def start_all(self) -> dict[str, str]:
-        """Start all; return the environment that makes a client a user there."""
+        """Start all daemons, and return the environment variables of a user of the cluster."""
         keyring, monmap, osd_uuid = f"{self.folder}/keyring", f"{self.folder}/monmap", str(uuid.uuid4())
         for name in ("mon", "osd"):
             (self.folder / name).mkdir()
@@ -113,7 +113,7 @@ class Ceph:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.s3_port), timeout=1):
                 return
             for daemon in [daemon for daemon in self.daemons if daemon.poll() is not None]:
-                # An OSD may speak before it knows its monitor, which then rejects it ("wrong fsid").
+                # An OSD may connect too early, and the monitor then rejects it ("wrong fsid").
                 restarts += 1
                 if daemon.args[0] != OSD[0] or restarts > 5:  # type: ignore[index]
                     raise SystemExit(f"A daemon ended with {daemon.returncode}. {self._logs()}")
@@ -135,7 +135,7 @@ def main() -> int:
         )
     with tempfile.TemporaryDirectory(prefix="ceph-") as folder, contextlib.ExitStack() as stack:
         ceph = Ceph(Path(folder))
-        stack.callback(ceph.stop)  # also when the start fails half-way
+        stack.callback(ceph.stop)  # also stop the daemons if the start fails half-way
         environment = ceph.start_all()
         return subprocess.run(sys.argv[1:], env={**os.environ, **environment}, check=False).returncode
 

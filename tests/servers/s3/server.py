@@ -1,4 +1,4 @@
-"""The S3 server of the tests. Tests start it, let it misbehave, and stop it."""
+"""Starts the S3 server of the tests in a process, plans its faults, and stops it."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ class S3Server:
 
     endpoint_url: str
     pid: int = 0
-    """Its process, or 0 if that is not known."""
+    """The id of its process. 0: not known."""
 
     def url(self, prefix: str = "") -> str:
         return f"s3://{BUCKET}/{prefix}?endpoint_url={quote(self.endpoint_url, safe='')}&region=us-east-1"
 
     def misbehave(self, **faults: Any) -> None:
-        """Misbehave from now on, as `Faults` describes."""
+        """Set the faults of the server from now on."""
         self._ask("PUT", "/_faults", dataclasses.asdict(Faults(**faults)))
 
     def misbehave_once(self, fault: str, method: str, path: str = "") -> None:
-        """Misbehave at the next request of this method whose path matches."""
+        """Plan one fault for the next request with this method whose path matches."""
         self._ask("POST", "/_once", {"fault": fault, "method": method, "path": path})
 
     def requests(self, method: str | None = None, path: str = "") -> list[dict[str, str]]:
-        """Return the requests since the server was emptied."""
+        """Return the requests since the last call of `empty`."""
         seen: list[dict[str, str]] = self._ask("GET", "/_requests")
         return [row for row in seen if method in (None, row["method"]) and path in row["path"]]
 
     def kept(self) -> dict[str, list[bytes]]:
-        """Return what was written to the paths that `Faults.keeps`, by key, in order."""
+        """Return everything that was written to the paths of `Faults.keeps`, by key, in order."""
         found: dict[str, list[str]] = self._ask("GET", "/_kept")
         return {
             path.removeprefix(f"/{BUCKET}/"): [base64.b64decode(text) for text in texts]
@@ -57,7 +57,7 @@ class S3Server:
         }
 
     def empty(self) -> None:
-        """Forget everything, and behave."""
+        """Delete all objects, and remove all faults."""
         self._ask("POST", "/_reset")
         self._ask("POST", "/moto-api/reset")
         self._ask("PUT", f"/{BUCKET}")
@@ -74,7 +74,7 @@ class S3Server:
 
 @contextlib.contextmanager
 def running_server(host: str = "127.0.0.1", module: str = "servers.s3.small") -> Iterator[S3Server]:
-    """Start a server in a process of its own; it ends with the block, or with this process."""
+    """Start a server in a new process. It ends with the block, or with this process."""
     command = [sys.executable, "-m", module, host]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(**CREDENTIALS)

@@ -1,8 +1,9 @@
-"""A small S3 server on loopback, behind the fault layer: what a store asks of one, from a dictionary.
+"""A small S3 server on loopback, behind the fault layer. It has only the requests that a store makes, and keeps objects
+in a dictionary.
 
-moto takes milliseconds for each request, one at a time, which would be most of what a benchmark measures. This one
-knows GET with a range, HEAD, PUT with `If-None-Match: *`, DELETE and a list of keys or folders, in pages; not
-signatures, not buckets.
+moto takes milliseconds for each request, one at a time, so a benchmark would mostly measure moto. This server supports
+GET with a range, HEAD, PUT with `If-None-Match: *`, DELETE, and lists of keys or folders in pages. It ignores
+signatures and buckets.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def _list(start: START_RESPONSE, objects: dict[str, bytes], environ: Environ) ->
 
 
 def _name_in_list(key: str, prefix: str, delimiter: str) -> str:
-    """Return what a list names for a key: with a delimiter the key up to the first one behind the prefix."""
+    """Return the name of a key in a list. With a delimiter, it ends at the first delimiter after the prefix."""
     end = key.find(delimiter, len(prefix)) if delimiter else -1
     return key if end < 0 else key[: end + len(delimiter)]
 

@@ -1,4 +1,4 @@
-"""Runs one command with a Slurm of its own: `python -m servers.slurm COMMAND…`."""
+"""Runs one command with a new Slurm cluster: `python -m servers.slurm COMMAND…`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from servers.slurm.cluster import INSTALL, missing_programs, running_cluster
 def main() -> int:
     if missing := missing_programs():
         raise SystemExit(f"Not installed: {', '.join(missing)}. On Debian: {INSTALL}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the folder would stay
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # otherwise the folder would not be removed
     with running_cluster() as cluster:
         return subprocess.run(sys.argv[1:], env={**os.environ, **cluster.environment}, check=False).returncode
 

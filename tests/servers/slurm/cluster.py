@@ -31,7 +31,7 @@ PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 NODES = ("n0", "n1", "n2", "n3")
 START_LIMIT_S = 60.0
 JOBS_LIMIT_S = 15.0
-TRIES = 3  # of a start, because another process may take a port before Slurm does
+TRIES = 3  # tries to start, because another process may take a port before Slurm does
 SETTINGS = {"MinJobAge": "300"}
 """Settings that a test may change while the cluster runs."""
 CONF = """
@@ -196,7 +196,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def configured(self, **settings: str) -> Iterator[None]:
-        """Change settings for the block."""
+        """Change settings of the cluster within the block."""
         before = dict(self.settings)
         self._reconfigure({**before, **settings})
         try:
@@ -248,7 +248,7 @@ class Cluster:
         self.run("scontrol", "reconfigure")
 
     def _start(self, name: str, *command: str) -> None:
-        # By its HOME an orphan is found; a test that starts one again does not leave it behind.
+        # The helper finds orphans by their HOME, so a node that a test starts again is ended, too.
         environment = {**os.environ, **self.environment, "HOME": str(self.folder)}
         environment.pop(MARK, None)
         with (self.folder / f"{name}.out").open("wb") as log:
