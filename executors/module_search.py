@@ -1,4 +1,4 @@
-"""Decides which module a name means in a process that runs our code and then the user's.
+"""Decides which module an import finds in a process that runs this project's code and then the user's code.
 
 Python searches the folder of a script first, also for imports of the standard library and of installed packages. So a
 `random.py` or `logging.py` of the user would break torch, numpy and this project. Therefore some names are reserved in
@@ -74,7 +74,7 @@ class ReservedNames:
 
 
 def reserve_names(folders: Iterable[str]) -> None:
-    """Never look for reserved names in the user's folders from now on, in this process and in its forked children.
+    """From now on, never search reserved names in the user's folders. This also holds in forked children.
 
     Args:
         folders: folders of `sys.path` that hold the user's own modules.
@@ -98,7 +98,7 @@ def search_first(folder: str) -> None:
 
 @contextlib.contextmanager
 def restored_search_path() -> Iterator[None]:
-    """Undo the changes of the block to `sys.path` and to the user's folders, because the process is the user's."""
+    """Undo changes that the block makes to `sys.path` and to the user's folders."""
     paths, folders, has_finder = [*sys.path], {*_user_folders}, ReservedNames in sys.meta_path
     try:
         yield

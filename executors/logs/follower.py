@@ -16,16 +16,17 @@ from executors.patience import FOLLOWER, Outage
 MAX_THREADS = 64
 MAX_PARTS = 64  # parts that wait for the reader, besides one in each thread
 LOOK_S = 1.0
-LONGEST_PAUSE_S = 2.0  # between two reads of one rank, unless its log needs a longer one
-PAUSED_RANKS = 16  # with more ranks the pauses grow, so that the number of requests per second does not
-# An outcome keeps the end of its output. It is searched in the shown text, so that no line is shown twice.
-KEPT_CHARACTERS = 128 * 1024  # of shown text that are remembered: twice as much as an outcome keeps
-WINDOW_LINES = 200  # lines from before this call that are remembered for the same search
-WHOLE = 20_000  # lines that are shown of an attempt that began while its rank was followed
+LONGEST_PAUSE_S = 2.0  # between two reads of one rank, unless its log requires a longer pause
+PAUSED_RANKS = 16  # with more ranks the pauses grow, so that the number of requests per second stays the same
+# An outcome contains the end of its attempt's output. This end is searched in the shown text, so that no line is shown
+# twice.
+KEPT_CHARACTERS = 128 * 1024  # of shown text that are remembered: twice the length of the output in an outcome
+WINDOW_LINES = 200  # lines from before this call, which are also remembered for this search
+WHOLE = 20_000  # of an attempt that began while its rank was followed: the largest number of lines to show
 
 
 class LogPosition(NamedTuple):
-    """The position in the log of a rank, after one look."""
+    """The newest attempt of a rank at one look, and the part of its log that is known to exist."""
 
     attempt: int
     """Its newest attempt that has a log."""
@@ -35,20 +36,20 @@ class LogPosition(NamedTuple):
 
 
 class Logs(Protocol):
-    """The logs of a run, as a follower needs them. `open` and `kept` are called from many threads."""
+    """The logs of a run, as `follow_logs` needs them. Several threads call `open` and `kept`."""
 
     def look(self, ranks: Sequence[int] | None) -> Mapping[int, LogPosition]:
         """Return the newest attempt of each rank, or of all ranks if None is given."""
 
     def open(self, rank: int, attempt: int) -> Log | None:
-        """Return the log of an attempt; None while it has none."""
+        """Return the log of an attempt. None if it has no log yet."""
 
     def kept(self, rank: int, attempt: int) -> str:
-        """Return the end of what an attempt printed, as its outcome keeps it."""
+        """Return the output tail in the outcome of an attempt."""
 
 
 def begins(attempt: int) -> str:
-    """Return the heading of an attempt's lines, for a rank with several attempts.
+    """Return the heading above the lines of an attempt, for a rank with several attempts.
 
     Args:
         attempt: the number of the attempt.
@@ -71,7 +72,7 @@ def follow_logs(
     Args:
         logs: the logs of the run.
         ranks: the ranks to follow. None: all ranks, also ranks that are added later.
-        tail: how many existing lines of each rank are shown first.
+        tail: the number of existing lines of each rank to show first.
         first: the attempt to begin with, by rank. Other ranks begin with their newest attempt, and ranks that are
             added later with their oldest.
         look_s: the time between two reads of the run's state, in seconds.
@@ -158,14 +159,14 @@ class _Follower:
             if positions != before:
                 self._parts.put(
                     None
-                )  # checks if all ranks are done: a rank that continued in its old log is not read again
+                )  # if all ranks have ended, the follower ends; a rank that continued in its old log is not read again
 
     def _read(self, ranks: Sequence[_Rank]) -> None:
         outage = Outage(FOLLOWER, "the logs")
         while not self._is_stopped:
             positions = (
                 self._positions
-            )  # Taken before the read. So if the rank has ended here, the read gets everything that it wrote.
+            )  # taken before the read, so that a read after the end of the rank gets everything that it wrote
             for each in ranks:
                 was_done = each.is_done(positions[each.rank])
                 try:
@@ -175,7 +176,7 @@ class _Follower:
                             return
                         self._parts.put((each.rank, each.attempt, lines))
                     outage.end()
-                except StoreError as error:  # the next try continues at the same position
+                except StoreError as error:  # the next read continues at the same position
                     if not outage.tolerates(error):
                         raise
                     break
@@ -187,7 +188,7 @@ class _Follower:
             self._waited(pause_s, lambda: any(self._positions[rank] != position for rank, position in news))  # noqa: B023
 
     def _waited(self, pause_s: float, has_news: Callable[[], bool] = lambda: False) -> bool:
-        """Wait for the pause or for news. Return True if the follower was stopped."""
+        """Wait for the pause to pass or for news. Return True if the follower was stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or has_news(), pause_s)
             return self._is_stopped
@@ -212,7 +213,7 @@ class _Rank:
         return self._has_ended and position.has_ended and position.attempt == self.attempt
 
     def read(self, position: LogPosition) -> Iterator[list[str]]:
-        """Yield the lines since the last call, also of attempts that began and ended since then."""
+        """Yield the lines since the last call. This includes attempts that began and ended since then."""
         for number in (*position.earlier, position.attempt):
             if self.attempt < number <= position.attempt:
                 if not self._has_ended:
@@ -240,11 +241,11 @@ class _Rank:
         self._n_shown = 0
 
     def _fresh(self, has_ended: bool) -> Iterator[list[str]]:
-        """Yield the new lines. If the attempt has ended, yield all lines to its last."""
+        """Yield the new lines. If the attempt has ended, yield all remaining lines."""
         is_first = self._log is None
         self._log = self._log or self._logs.open(self.rank, self.attempt)
         if self._log is None or (is_first and self._log.may_lag):
-            # Reads more lines than it shows, because `_missing` searches the end that the outcome keeps in them.
+            # More lines are read than shown, because `_missing` searches them for the output tail of the outcome.
             parts = () if self._log is None else self._log.lines(max(self._tail, WINDOW_LINES), has_ended=has_ended)
             before = [line for part in parts for line in self._remembered(part)]
             before += self._missing() if has_ended else []
@@ -256,7 +257,7 @@ class _Rank:
             yield self._missing()
 
     def _remembered(self, lines: list[str]) -> list[str]:
-        """Remember the shown lines as far back as an outcome may keep them, and the start of an incomplete line."""
+        """Remember as many shown lines as an outcome may contain, and the begin of an incomplete line."""
         if lines and not lines[-1].endswith("\n"):
             *lines, self._partial = lines
         self._shown.extend(lines)
@@ -266,7 +267,7 @@ class _Rank:
         return lines
 
     def _missing(self) -> list[str]:
-        """Return the lines that an ended attempt printed and its log does not show."""
+        """Return the last lines of an ended attempt that its outcome has and its log does not have."""
         missing = self._partial
         if self._log is None or self._log.may_lag:
             shown = "".join(self._shown)

@@ -1,4 +1,6 @@
-"""Finds where one piece of a log continues in another, for logs that come late, are cut off, or seen in a window."""
+"""Finds where one piece of a log continues another, for logs that arrive late, are cut off, or show only the last
+lines.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,18 @@ from collections import Counter
 from collections.abc import Sequence
 
 BREAK = "=== here the log broke off; lines may be missing ==="
-LAST_LINES = 3  # one alone may be empty, or one that is printed over and over
+LAST_LINES = 3  # a single line may be empty or repeated, so it identifies no place
 
 
 def completed(log: str, kept: str) -> str:
-    """Return a log with the lines that its replica kept and printed after the last one that both hold.
+    """Return a log, completed with later lines from the replica's outcome.
 
-    Services deliver lines seconds late, and responses get cut off. The log may also hold lines of other processes. A
-    line that is printed over and over may show twice.
+    Services deliver lines some seconds late, and may cut off an answer. The log may also contain lines of other
+    processes. A line that is printed repeatedly may appear twice.
 
     Args:
-        log: the last lines, as the service gives them.
-        kept: the end of what the replica printed, from its outcome.
+        log: the last lines, as the service returned them.
+        kept: the end of the replica's output, from its outcome.
     """
     whole, newline, partial = log.rpartition("\n")
     lines = kept.removesuffix("\n").split("\n")
@@ -30,12 +32,12 @@ def completed(log: str, kept: str) -> str:
     if partial and not _key(missing[0]).startswith(_key(partial)):
         partial += "\n"
     else:
-        partial = ""  # the beginning of the first missing line
+        partial = ""  # the begin of the first missing line
     return f"{whole}{newline}{partial}" + "\n".join(missing) + "\n"
 
 
 def completed_bytes(log: bytes, kept: str) -> bytes:
-    """Return the end of a log completed as `completed` does, and else as it was written."""
+    """Do the same as `completed` for bytes. The part of the log that exists is not changed."""
     text = log.decode(errors="replace")
     if (whole := completed(text, kept) if kept else text) == text:
         return log
@@ -43,16 +45,18 @@ def completed_bytes(log: bytes, kept: str) -> bytes:
 
 
 def goes_on(seen: Sequence[str], lines: Sequence[str]) -> bool:
-    """Return whether the last lines that were seen lie together in `lines`, so that none is missing after them."""
+    """Return True if `lines` contain the last seen lines without a gap, so that no line between them is missing."""
     n = min(LAST_LINES, len(seen))
     text = "\n".join(["", *seen[len(seen) - n :], ""])
     return text in "\n".join(["", *lines, ""])
 
 
 def come_late(seen: Sequence[str], lines: Sequence[str]) -> list[str] | None:
-    """Return those of `lines` that were not seen, or less often; None if `lines` do not begin within what was seen.
+    """Return the `lines` that have not been seen, or have been seen less often.
 
-    For lines some of which came late, before others that were seen already.
+    None if `lines` begin after the seen lines.
+
+    It is for logs in which some lines arrive late, before lines that have already been seen.
     """
     text, first = "\n".join(["", *seen, ""]), "\n".join(["", *lines[:LAST_LINES], ""])
     if (place := text.find(first)) < 0:
@@ -66,9 +70,9 @@ def come_late(seen: Sequence[str], lines: Sequence[str]) -> list[str] | None:
 
 
 def place_after(seen: Sequence[str], lines: Sequence[str]) -> int:
-    """Return the number of `lines` up to the last ones that were seen.
+    """Return the number of `lines` up to and including the last seen line.
 
-    Take the seen lines that occur in `lines`. The longest run of the last of them that is contiguous in `lines` counts.
+    Only seen lines that occur in `lines` count. The place is where the longest end of these lines occurs without a gap.
     If there are several such places, the first one counts.
     """
     known = set(lines)
@@ -83,6 +87,9 @@ def place_after(seen: Sequence[str], lines: Sequence[str]) -> int:
 
 
 def _key(line: str) -> str:
-    """Return what of a line comes through: a service may cut within a character, or a progress bar at each `\\r`."""
+    """Return the part of a line that is reliable.
+
+    A service may cut within a character, or at each `\\r` of a progress bar.
+    """
     last = line.rstrip("\r").rpartition("\r")[2].strip()
     return last.encode("ascii", "ignore").decode() or last

@@ -1,4 +1,4 @@
-"""The log of one attempt, as every backend offers it to those who read it."""
+"""The interface of the log of one attempt, which every backend returns."""
 
 from __future__ import annotations
 
@@ -7,52 +7,57 @@ from typing import Protocol, runtime_checkable
 
 
 class Log(Protocol):
-    """The output of one attempt of one rank, as it can be read from this machine.
+    """The output of one attempt of one rank, as this machine can read it.
 
-    A log has one reader. Any thread may close it.
+    Each log object has one reader. Any thread may close it.
     """
 
     @property
     def note(self) -> str:
-        """Where the log is read and how old that is, if it is not what the replica writes to; else empty."""
+        """The place where the log is read and its age, if this is a copy.
+
+        Empty if it is the file that the replica writes.
+        """
 
     @property
     def may_lag(self) -> bool:
-        """True if lines come late, so that the last may be missing when the replica has ended."""
+        """True if lines arrive late, so that the last lines may be missing when the replica has ended."""
 
     @property
     def cut(self) -> str:
-        """Why `tail`, `pieces` or `between` gave less than was asked for, as a sentence; empty if they gave all."""
+        """A sentence on why `tail`, `pieces` or `between` returned less than requested. Empty if nothing is missing."""
 
     @property
     def pause_s(self) -> float:
-        """The least time between two reads, in seconds."""
+        """The shortest allowed time between two reads, in seconds."""
 
     def tail(self, n_lines: int) -> str:
         """Return the last lines so far.
 
         Args:
-            n_lines: how many, at most.
+            n_lines: the largest number of lines.
         """
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield all that is available, as it was written, from the beginning or from the place that `cut` names."""
+        """Yield all available output unchanged, from its begin or from the place that `cut` names."""
 
     def lines(self, n_first: int, *, has_ended: bool = False) -> Iterator[list[str]]:
-        """Yield whole lines in parts of bounded size: the last `n_first` in the first call, then what is new.
+        """Yield whole lines in parts of limited size.
+
+        The first call begins with the last `n_first` lines, and later calls yield new lines.
 
         Args:
-            n_first: how many lines the first call yields, at most.
-            has_ended: True if the replica writes no more. The very last line may come without a newline.
+            n_first: the largest number of lines of the first call.
+            has_ended: True if the replica writes no more. Then the last line may have no newline.
         """
 
     def close(self) -> None:
-        """Close connections, at once."""
+        """Close all connections immediately."""
 
 
 @runtime_checkable
 class KnowsTimes(Protocol):
-    """A log that knows when its lines came."""
+    """The interface of a log that knows the time of each line."""
 
     def between(self, since: float | None, until: float | None) -> Iterator[list[str]]:
         """Yield the lines of a span of time, in parts of bounded size.
@@ -62,5 +67,5 @@ class KnowsTimes(Protocol):
             until: end of the span in Unix time, to the second. None: the end of the log.
 
         Raises:
-            ValueError: no process has kept when the lines of this log came.
+            ValueError: the times of the lines were not recorded.
         """

@@ -1,4 +1,4 @@
-"""The log of one attempt, read by offset in a file, or by its last lines where an executor offers nothing else."""
+"""Reads the log of one attempt: by offset from a file, or by its last lines if an executor offers only these."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from executors.logs import EVERY_LINE, LIMITED, MAX_READ_BYTES, read_from, tail_
 from executors.logs.gaps import BREAK, come_late, goes_on, place_after
 from executors.logs.times import offset_at
 
-LONGEST_LINE = 4 << 20  # characters; a text without a newline is cut there
+LONGEST_LINE = 4 << 20  # characters; a longer text without a newline is cut
 PART_BYTES = 256 * 1024
-WINDOW_LINES = 2000  # the request to an executor that can only give the last lines
+WINDOW_LINES = 2000  # the number of lines to request from an executor that only returns the last lines
 
 
 class LineBuffer:
-    """Makes whole lines of pieces of text."""
+    """Joins pieces of text into whole lines."""
 
     def __init__(self) -> None:
         self.rest = ""
         """The beginning of a line whose end has not come yet."""
 
     def add(self, text: str) -> list[str]:
-        """Return the lines that are whole now, with their newlines."""
+        """Return the lines that are complete after this piece, with their newlines."""
         *lines, self.rest = (self.rest + text).split("\n")
         if len(self.rest) > LONGEST_LINE:
             lines.append(self.rest)
@@ -31,13 +31,13 @@ class LineBuffer:
         return [f"{line}\n" for line in lines]
 
     def last(self) -> list[str]:
-        """Return the line that was never ended, if there is one."""
+        """Return the last line if it has no newline, as a list."""
         rest, self.rest = self.rest, ""
         return [rest] if rest else []
 
 
 def lines_of(pieces: Iterable[bytes]) -> Iterator[list[str]]:
-    """Yield the lines of a log that comes in pieces, in parts of the pieces' size."""
+    """Yield the lines of a log that is read in pieces. Each part has about the size of a piece."""
     decoder, lines = codecs.getincrementaldecoder("utf-8")(errors="replace"), LineBuffer()
     for piece in pieces:
         yield lines.add(decoder.decode(piece))
@@ -45,10 +45,10 @@ def lines_of(pieces: Iterable[bytes]) -> Iterator[list[str]]:
 
 
 class OffsetLog:
-    """A file, or what can be read like one: continues where the last read ended, so that no line is missed.
+    """Reads a log by offset. Each read continues where the last one ended, so no line is missed.
 
     Args:
-        read: returns bytes, and the offset behind them: from an offset on, or of the last lines.
+        read: returns bytes and the offset after them. It is called with an offset, or with a number of last lines.
     """
 
     note = cut = ""
@@ -60,7 +60,8 @@ class OffsetLog:
     def __init__(self, read: Callable[[int | None, int], tuple[bytes, int]]) -> None:
         self._read = read
         self._offset: int | None = None
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may lie across two reads
+        # A character may be divided between two reads.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._lines = LineBuffer()
 
     def tail(self, n_lines: int) -> str:
@@ -98,17 +99,17 @@ class OffsetLog:
                 break
 
     def _span(self, since: float | None, until: float | None) -> tuple[int, int | None]:
-        """Return where the lines of a span begin and end."""
+        """Return the offsets at which the lines of a time span begin and end."""
         if since is not None or until is not None:
             raise ValueError("the times of its lines are not kept")
         return 0, None
 
     def close(self) -> None:
-        """Do nothing: it holds nothing open."""
+        """Do nothing, because no file stays open."""
 
 
 class FileLog(OffsetLog):
-    """A log that is a file of this machine; empty while there is none."""
+    """The log in a file of this machine. It is empty if the file does not exist."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(
@@ -127,14 +128,14 @@ class FileLog(OffsetLog):
 
 
 class TailedLog:
-    """Compares the last lines with those seen before.
+    """Reads a log of which only the last lines are available, and finds the new ones by comparison.
 
-    Exact while the log is shorter than the window. Beyond it, some lines of a program that prints the same lines
-    again and again may be left out. If lines may be missing, a line there names them.
+    The result is exact while the log is shorter than the window. After that, some lines may be missing if a program
+    prints the same lines repeatedly. An additional line then says that lines may be missing.
 
     Args:
-        read: takes a number, and returns the last lines up to that number.
-        window: how many it is asked for.
+        read: returns the last lines, up to a given number.
+        window: the number of lines to request.
     """
 
     may_lag = True
@@ -162,7 +163,8 @@ class TailedLog:
         if self._seen is None:
             fresh = lines[max(0, len(lines) - n_first) :]
             self._seen = lines
-        elif self._seen and "\n".join(["", *lines, ""]) in "\n".join(["", *self._seen, ""]):  # cut off, or nothing new
+        # The answer was cut off, or has no new line.
+        elif self._seen and "\n".join(["", *lines, ""]) in "\n".join(["", *self._seen, ""]):
             fresh = []
             is_stale = not lines or lines[-1] != self._seen[-1]
         else:
@@ -178,4 +180,4 @@ class TailedLog:
             yield [rest]
 
     def close(self) -> None:
-        """Do nothing: it holds nothing open."""
+        """Do nothing, because no file stays open."""

@@ -1,4 +1,4 @@
-"""When a log grew: `output.times` beside it, pairs of a time and the log's size at that time, once a second."""
+"""Records when a log grew, in the file `output.times` next to it: once a second, the time and the size of the log."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ EVERY_S = 1.0
 
 
 def times_of(log: Path) -> Path:
-    """Return where the times of a log are kept."""
+    """Return the path of the file with the times of a log."""
     return log.with_name(NAME)
 
 
 class TimesWriter:
-    """Notes when a log grows, while it is called. The log itself is not changed."""
+    """Records the size of a log repeatedly while the log grows. The log itself is not changed."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -30,11 +30,11 @@ class TimesWriter:
         self._noted_at = -math.inf
 
     def note(self, now: float, *, at_once: bool = False) -> None:
-        """Add a pair if the log has grown, at most one each second. A pair that cannot be written is left out.
+        """Record the time and the size if the log has grown, at most once a second. Errors of writing are ignored.
 
         Args:
             now: Unix time.
-            at_once: the log is at its end.
+            at_once: True to record now, because the log is complete.
         """
         if now - self._noted_at < EVERY_S and not at_once:
             return
@@ -51,10 +51,10 @@ class TimesWriter:
 
 
 def offset_at(log: Path, at: float) -> int:
-    """Return where the first line of a log begins that may have been written after a time, to the second.
+    """Return the offset of the first line that may have been written after a time. The precision is one second.
 
     Raises:
-        FileNotFoundError: the times of the log were not kept.
+        FileNotFoundError: no times were recorded for this log.
     """
     data = times_of(log).read_bytes()
     pairs = list(PAIR.iter_unpack(data[: len(data) // PAIR.size * PAIR.size]))
@@ -63,7 +63,7 @@ def offset_at(log: Path, at: float) -> int:
 
 
 def _start_of_line(log: Path, offset: int) -> int:
-    """Return where the line begins that an offset lies in."""
+    """Return the offset at which the line around an offset begins."""
     with open(log, "rb") as file:
         start = max(0, offset - BLOCK_BYTES)
         file.seek(start)

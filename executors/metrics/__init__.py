@@ -1,1 +1,4 @@
-"""The measurements of replicas over time, kept in write-once segments: see `rows`, `recorder` and `metrics`."""
+"""Records and reads the measurements of replicas over time.
+
+They are stored in write-once segments; see `rows`, `recorder` and `metrics`.
+"""

@@ -1,9 +1,9 @@
-"""When the attempts of a run lived, by clocks that differ, and how these are put on one time line.
+"""Puts the attempts of a run on one time line, although the clocks of their hosts differ.
 
-Every replica sees the same seals. So by how much one clock is ahead of another shows in the moments at which both saw a
-seal. Hosts' clocks are mostly right: the smallest difference has the least of what either of two was late. Where even
-that is more than clocks differ that are kept right, the median of the differences is taken: either may have been late
-now and then. Where no seal tells, a host's clock is believed.
+All replicas see the same seals, so the times at which two of them saw a seal show the difference of their clocks. Most
+clocks are right, and a replica may see a seal late. So the smallest difference is the best estimate. If even this is
+more than synchronized clocks differ, the median of the differences is used. Without common seals, the host's clock is
+used unchanged.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from executors.metrics.segments import AttemptKey
 from executors.protocol import Outcome
 from executors.store.record_names import CLAIM
 
-WRONG_S = 2.0  # a clock that is kept right by NTP differs less
+WRONG_S = 2.0  # clocks that NTP synchronizes differ less
 Seal = tuple[str, int]
 """The name of a DiLoCo, and an entry of its log."""
 
 
 @dataclass
 class Lived:
-    """The times in the life of an attempt, as far as they are known."""
+    """The start and the end of an attempt, as far as they are known."""
 
     claimed_at: float | None = None
     """By its host's clock. None if it is not known."""
@@ -38,10 +38,10 @@ class Lived:
 
 
 def read_life(attempt: Attempt, records: Collection[str], rows: Sequence[Row]) -> Lived:
-    """Read when an attempt began and ended.
+    """Read the start and the end of an attempt from its records.
 
     Args:
-        records: the names of those that it has left, as `outcome`.
+        records: the names of the attempt's records, such as `outcome`.
     """
     lived = Lived(last_t=rows[-1].t if rows else 0.0)
     try:
@@ -53,7 +53,8 @@ def read_life(attempt: Attempt, records: Collection[str], rows: Sequence[Row]) -
             return lived
         if lived.outcome is not None and lived.outcome.host == lived.host:
             lived.last_t = max(lived.last_t, lived.outcome.finished_at - lived.claimed_at)
-        elif "heartbeat" in records and (beat := attempt.beat()):  # another process may have found its end much later
+        # Not the outcome, because another process may have noticed the end much later.
+        elif "heartbeat" in records and (beat := attempt.beat()):
             lived.last_t = max(lived.last_t, beat.at - lived.claimed_at)
     except StoreError as error:
         lived.problem = str(error)
@@ -61,7 +62,10 @@ def read_life(attempt: Attempt, records: Collection[str], rows: Sequence[Row]) -
 
 
 def sightings(rows: Sequence[Row], claimed_at: float) -> dict[Seal, float]:
-    """Return when an attempt saw seals, by its host's clock. If no seal counts the attempt, all its seals are used."""
+    """Return the times at which an attempt saw seals, by its host's clock.
+
+    Seals that count the attempt's work are preferred.
+    """
     rounds = [row for row in rows if isinstance(row, Round)]
     counted = [row for row in rounds if row.verdict == "counted"]
     return {(row.name, row.entry): claimed_at + row.t - row.step_s - row.reduce_s for row in counted or rounds}
@@ -70,7 +74,9 @@ def sightings(rows: Sequence[Row], claimed_at: float) -> dict[Seal, float]:
 def clocks_ahead(
     seen: Mapping[AttemptKey, Mapping[Seal, float]], hosts: Mapping[AttemptKey, str]
 ) -> dict[AttemptKey, float]:
-    """Return the seconds by which each attempt's clock is ahead of the clock of the attempt that saw most seals."""
+    """Return for each attempt the seconds by which its clock is ahead of a reference: the attempt that saw most
+    seals.
+    """
     ahead = dict[AttemptKey, float]()
     placed = dict[Seal, float]()
     by_host = dict[str, float]()

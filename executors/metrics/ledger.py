@@ -1,31 +1,32 @@
-"""The fate of the work that replicas did, and the share of their possible work that was counted.
+"""Computes what happened to the work of replicas (counted, dropped, lost), and the goodput of the run.
 
-A unit of work is an inner step, or what a callable `weight` counts. With P fragments each unit goes into P entries of
-the log, a P-th into each.
+A unit of work is an inner step, or the unit of a callable `weight`. With P fragments, each unit is divided equally
+among P entries of the log.
 
-- *counted*: a seal names it. Rounds say so. Where a seal names a rank that left no line about the entry, because it was
-  killed before it could, its work is as much as it had, and at most what it usually sends.
-- *dropped*: rounds say so.
-- *carried*: what a replica that lives, or ended well, has in no round.
-- *lost*: what a replica that failed, or was cancelled, had in no round.
+- *counted*: a seal includes the work. The rounds of each replica record this. If a seal names a rank that was killed
+  before it recorded the round, its work is estimated: all its remaining work, but at most its usual work per
+  contribution.
+- *dropped*: the rounds record that the work was dropped.
+- *carried*: work in no round, of a replica that is alive or ended well.
+- *lost*: work in no round, of a replica that failed or was cancelled.
 
-A replica reports its work in no round when its DiLoCo is closed. For a replica that was killed, or lives, this work is
-estimated. The estimate is the work that its last round carried, and its work since it sent that contribution, at its
-own pace. It is not more than the replica usually sends. Steps that were made while a contribution was on its way
-(`overlap_steps`) are in the next line with `merge="carry"`. Without it, they are in no line, because they are mixed in
-or replaced.
+A replica records its work in no round when its DiLoCo is closed. For a killed or live replica, this work is estimated.
+The estimate has two parts: the work that its last round carried over, and its work since its last contribution, by its
+own speed. It is at most the usual work per contribution. Steps that were made while a contribution was sent
+(`overlap_steps`) belong to the next row with `merge="carry"`. With other merges they belong to no row, because they are
+mixed in or replaced.
 
     goodput = counted / (replicas x longest x speed)
 
-`replicas` is the number of replicas that were launched, or joined. `longest` is the lifetime, in seconds over all
-attempts, of the replica that lived longest. `speed` is the mean of the replicas' own speeds, which differ if rounds go
-by the clock. The speed of a replica is the median of the work counted in a second of its undisturbed minutes. In such a
-minute each round counted the replica, and the same others as the round before. The first round of an attempt is left
-out, because the attempt starts before it. If no undisturbed stretch lasts a minute, shorter ones are used. If there is
-no such stretch, all rounds are used.
+`replicas` is the number of replicas that were launched or joined. `longest` is the total running time, in seconds, of
+the replica that ran longest. `speed` is the mean of the replicas' own speeds, which differ if rounds go by the clock. A
+replica's speed is the median of its counted work per second in undisturbed minutes. In such a minute each round counted
+the replica, and the same other replicas as the round before. The first round of an attempt is left out, because the
+attempt starts before it. If no undisturbed stretch lasts a minute, shorter ones are used. If there is none, all rounds
+are used.
 
-Goodput is not the mean of the seals' weights over the usual weight. A weight is capped at 1 there: a replica that comes
-back with work of two rounds counts as one. So the mean of the weights is lower, by 0.02 to 0.05 in runs with a kill
+Goodput is not the mean of the seals' weights divided by the usual weight, because weights are capped at 1. A replica
+that returns with the work of two rounds counts as one there. So that mean is lower, by 0.02 to 0.05 in runs with a kill
 every 5 to 30 seconds.
 """
 
@@ -47,7 +48,7 @@ FATES = ("counted", "carried", "dropped", "lost")
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Units of work by their fate."""
+    """Units of work, divided into counted, dropped, carried and lost."""
 
     counted: float = 0.0
     carried: float = 0.0
@@ -56,7 +57,7 @@ class Work:
 
     @property
     def made(self) -> float:
-        """All of it."""
+        """The sum of all units."""
         return float(sum(getattr(self, fate) for fate in FATES))
 
     @classmethod
@@ -67,7 +68,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger(Work):
-    """The work of all replicas; see the module."""
+    """The work of all replicas, and their goodput; see the module."""
 
     goodput: float | None = None
     """Share of the work of undisturbed replicas that was counted. None if no round shows it."""
@@ -76,7 +77,7 @@ class Ledger(Work):
 
 @dataclass(frozen=True, kw_only=True)
 class Life:
-    """One attempt with one DiLoCo, by the attempt's clock."""
+    """The rounds of one attempt in one DiLoCo, with times by the attempt's clock."""
 
     rank: int
     attempt: int
@@ -111,7 +112,7 @@ def make_ledger(world_size: int, by_name: Mapping[str, Sequence[Life]]) -> Ledge
 
 
 class _Book:
-    """All attempts with one DiLoCo."""
+    """All attempts in one DiLoCo."""
 
     def __init__(self, lives: Sequence[Life]) -> None:
         self._lives = lives
@@ -125,7 +126,7 @@ class _Book:
         self._missing = self._find_missing(rounds)
 
     def work_of(self, life: Life) -> Work:
-        """Return what became of the work of an attempt."""
+        """Return the units of an attempt's work, divided into counted, dropped, carried and lost."""
         fates = dict.fromkeys(("counted", "dropped"), 0.0)
         for row in life.rounds:
             if row.verdict != "carried":
@@ -148,7 +149,7 @@ class _Book:
         return Work(**fates, **({"lost": rest} if life.has_failed else {"carried": rest}))
 
     def speed(self) -> float | None:
-        """Return the work that is counted in a second of an undisturbed minute. None if no round was counted."""
+        """Return the counted work per second in undisturbed minutes. None if no round was counted."""
         stretches = [(life.rank, stretch) for life in self._lives for stretch in self._undisturbed(life)]
         speeds = [(rank, *alike) for rank, stretch in stretches for alike in _speeds(stretch)]
         speeds = speeds or [(rank, (done[-1] - done[0]) / (at[-1] - at[0]), 1) for rank, (at, done) in stretches]
@@ -163,7 +164,7 @@ class _Book:
         return fmean(map(_median, by_rank.values())) if by_rank else None
 
     def _find_missing(self, rounds: Sequence[Round]) -> dict[tuple[int, int], list[int]]:
-        """Return the entries that name a rank which left no line about them, by the attempt that has sent its work."""
+        """Return for each attempt the entries that count its work although it has no row for them."""
         sealed_s, of_rank = dict[int, float](), dict[int, list[Life]]()
         for life in sorted(self._lives, key=lambda life: life.attempt):
             of_rank.setdefault(life.rank, []).append(life)
@@ -178,17 +179,19 @@ class _Book:
         return found
 
     def _pace(self, rounds: Sequence[Round]) -> float:
-        """Return units of work in a second of training, or 0 if the speed is not known."""
+        """Return the units of work per second of training. 0 if the speed is not known."""
         trained_s, decided, until_last = 0.0, 0.0, dict[int, float]()
         for row in rounds:
             trained_s += row.train_s
             if row.verdict != "carried":
                 decided += row.weight
-                until_last[row.fragment] = max(0.0, trained_s - row.hidden_s)  # work after that was not sent
+                until_last[row.fragment] = max(0.0, trained_s - row.hidden_s)  # later work was not sent
         return decided / sum(until_last.values()) if any(until_last.values()) else 0.0
 
     def _undisturbed(self, life: Life) -> Iterator[tuple[list[float], list[float]]]:
-        """Yield stretches of undisturbed rounds: the start and each end, and the work that was counted until then."""
+        """Yield stretches of undisturbed rounds: the start time, and for each round its end time and the work
+        counted until then.
+        """
         times, work = list[float](), list[float]()
         for before, row in pairwise(life.rounds):
             if before.verdict == row.verdict == "counted" and before.ranks == row.ranks and row.t > before.t:
@@ -208,7 +211,10 @@ def _began(row: Round) -> float:
 
 
 def _usual_work(lives: Iterable[Life]) -> float:
-    """Return how much work a contribution usually has: a fragment's first has less, one after a carried one more."""
+    """Return the usual work of a contribution.
+
+    The first contribution of a fragment has less, and one after a carried round has more.
+    """
     all_, steady = list[float](), list[float]()
     for life in lives:
         before = dict[int, str]()
@@ -221,9 +227,10 @@ def _usual_work(lives: Iterable[Life]) -> float:
 
 
 def _speeds(stretch: tuple[list[float], list[float]]) -> Iterator[tuple[float, int]]:
-    """Yield the work in a second of the whole minutes of a stretch, and of how many; between two rounds all are alike.
+    """Yield the work per second in the whole minutes of a stretch, each with the number of minutes that it stands
+    for.
 
-    However far apart rounds say that they are, there is no more of it than there are rounds.
+    There are never more values than rounds, even if the rounds are many minutes apart.
     """
     times, work = stretch
 
@@ -232,7 +239,7 @@ def _speeds(stretch: tuple[list[float], list[float]]) -> Iterator[tuple[float, i
         share = (at - times[n - 1]) / (times[n] - times[n - 1]) if times[n] > times[n - 1] else 1.0
         return work[n - 1] + share * (work[n] - work[n - 1])
 
-    ended = [int((at - times[0]) / MINUTE_S) for at in times]  # minutes, until each round
+    ended = [int((at - times[0]) / MINUTE_S) for at in times]  # the number of whole minutes until each round
     marks = sorted({min(ended[-1], each) for n in ended for each in (n, n + 1)})
     works = [done(min(times[-1], times[0] + k * MINUTE_S)) for k in marks]
     for (first, before), (end, after) in pairwise(zip(marks, works, strict=True)):
@@ -240,7 +247,7 @@ def _speeds(stretch: tuple[list[float], list[float]]) -> Iterator[tuple[float, i
 
 
 def _median(groups: list[tuple[float, int]]) -> float:
-    """Return the median of values, each with the number of times that it occurs."""
+    """Return the median of values. Each value comes with the number of times that it counts."""
     groups = sorted(groups)
     until = [*accumulate(n for _, n in groups)]
     low, high = (groups[bisect_right(until, at)][0] for at in ((until[-1] - 1) // 2, until[-1] // 2))

@@ -1,4 +1,4 @@
-"""The measurements of the replicas of a run, read from its segments and put on one clock."""
+"""Reads the measurements of all replicas of a run, and puts them on one time line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = {Numbers: "numbers", Round: "round", Usage: "usage"}
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptSpan:
-    """When an attempt lived, on the run's time line."""
+    """The start and the end of an attempt, on the run's time line."""
 
     rank: int
     attempt: int
@@ -36,7 +36,7 @@ class AttemptSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """The measurements of the replicas of a run. It yields its rows by rank, attempt and time.
+    """The measurements of the replicas of a run. Iteration yields all rows, ordered by rank, attempt and time.
 
     Example:
         metrics = run.metrics()
@@ -77,22 +77,22 @@ class Metrics:
 
     @cached_property
     def rounds(self) -> list[Round]:
-        """The rounds, as each replica saw them."""
+        """The rounds, as each replica measured them."""
         return [row for row in self.rows if isinstance(row, Round)]
 
     @cached_property
     def usage(self) -> list[Usage]:
-        """The resources that the processes used."""
+        """The resources that the processes used: memory, processor and GPU."""
         return [row for row in self.rows if isinstance(row, Usage)]
 
     @cached_property
     def ledger(self) -> Ledger:
-        """The fate of the work that the replicas did, from `rows`. There is no goodput if `rows` are only a part."""
+        """The work of the replicas, divided by what happened to it. There is no goodput if some rows are missing."""
         rounds = dict[tuple[str, int, int], list[Round]]()
         for row in self.rounds:
             rounds.setdefault((row.name, row.rank, row.attempt), []).append(row)
         left = {(each.name, each.rank, each.attempt): each.left_with for each in self.left}
-        last = {(row.rank, row.attempt): row.t for row in self.rows}  # in the order of time
+        last = {(row.rank, row.attempt): row.t for row in self.rows}  # the rows are ordered by time
         names = sorted({name for name, _, _ in (*rounds, *left)})
 
         def life(name: str, span: AttemptSpan) -> Life:
@@ -112,7 +112,7 @@ class Metrics:
         return made if self.is_whole else replace(made, goodput=None)
 
     def at(self, row: Row) -> float:
-        """Return a row's second on the run's time line.
+        """Return the time of a row on the run's time line, in seconds.
 
         Args:
             row: one of the rows.
@@ -120,22 +120,23 @@ class Metrics:
         return self.origins[row.rank, row.attempt] + row.t
 
     def names(self) -> list[str]:
-        """Return the names of reported numbers: "step", "loss", and the others in the order of the alphabet."""
+        """Return the names of reported numbers: "step", "loss", and then the others in alphabetical order."""
         found = {name for row in self.numbers for name in row.values}
         return sorted(found, key=lambda name: (name != "step", name != "loss", name))
 
     def record(self, row: Row) -> dict[str, Any]:
-        """Return a row by names: its kind, rank, attempt, second on the time line, and values.
+        """Return a row as a dictionary: its kind, rank, attempt, second on the time line, and values.
 
         Args:
             row: one of the rows.
         """
         values = dict(row.values) if isinstance(row, Numbers) else asdict(row)
         head = {"kind": KINDS[type(row)], "rank": row.rank, "attempt": row.attempt, "s": self.at(row)}
-        return head | values | head  # whatever a foreign segment names its numbers
+        # Twice: the first gives the order of keys, and the last protects against a reported name such as "rank".
+        return head | values | head
 
     def to_dict(self) -> dict[str, list[Any]]:
-        """Return columns, with None where a row has no such value: `pandas.DataFrame(run.metrics().to_dict())`."""
+        """Return all rows as columns, with None if a row has no value: `pandas.DataFrame(run.metrics().to_dict())`."""
         rows = list(map(self.record, self.rows))
         columns = dict.fromkeys(("kind", "rank", "attempt", "s", *self.names()))
         columns |= dict.fromkeys(name for row in rows for name in row if name != "t")
@@ -148,8 +149,8 @@ def read_metrics(store: Store, run_id: str, record: RunRecord, kept: dict[str, m
     A part that cannot be read is left out, and named in `problems`.
 
     Args:
-        kept: segments by key, which are not read again; those that are read are added,
-            and those that are left out are dropped.
+        kept: the segments that earlier calls have read, by key. They are not read again. This call adds the segments
+            that it reads, and removes segments that it leaves out.
 
     Raises:
         StoreError: the store does not answer.

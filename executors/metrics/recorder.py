@@ -1,7 +1,7 @@
-"""The measurements of one attempt, kept as write-once segments of lines.
+"""Records the measurements of one attempt into write-once segments of lines.
 
-The training's thread only appends, and asks no store. All else happens in the thread beside it, which calls `look` once
-a second, and nothing of it ends the training. See `rows` for the lines.
+The training thread only appends to queues, and never waits for the store. A background thread calls `look` once a
+second, and writes the segments. No error of this thread ends the training. `rows` describes the lines.
 """
 
 from __future__ import annotations
@@ -23,21 +23,25 @@ from executors.store.records import exists
 from executors.store.url import is_near
 
 SEGMENT_BYTES = 1 << 20
-NEAR_S, FAR_S = 5.0, 60.0  # how long lines wait for others; at a bucket each segment costs
-NEAR_SHARE = 0.01  # of the attempt's age, once that is more: else a day were 17,000 files for each replica
+# The time between two segments, in a directory and in a bucket, where each segment costs a request.
+NEAR_S, FAR_S = 5.0, 60.0
+# A share of the attempt's age: the time between segments grows, because otherwise a day would give 17,000 files per
+# replica.
+NEAR_SHARE = 0.01
 RETRY_S = 5.0
 WAITING_BYTES = 8 << 20
-LINE_S = 1.0  # the least time between two lines of reported numbers, but for those after a round
-AFTER_ROUND = 2  # one is the anchor's loss: the second, where `report` comes behind `diloco.step` in the loop
+LINE_S = 1.0  # the shortest time between two lines of reported numbers, except after a round
+# Reports that are always kept: the first has the anchor's loss, unless `report` is called after `diloco.step`.
+AFTER_ROUND = 2
 LINES_PER_DOUBLING = 20_000
 USAGE_S = 30.0
 
 
 class Recorder:
-    """Collects and writes the lines of one attempt.
+    """Collects the measurements of one attempt, and writes them.
 
     Args:
-        began: when the attempt was claimed, by `clock`.
+        began: the time of the attempt's claim, by `clock`.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class Recorder:
         """Gets each line as it is kept, and its Unix time, in the thread of the recorder. Never waits."""
         self.on_warning: Callable[[str], None] = lambda text: None
         """Gets a sentence, once, when measurements cannot be written. Never waits."""
-        # Between the threads: each hands over by one operation that cannot be interrupted.
+        # The two threads share these. Each access is a single atomic operation.
         self._made = deque[tuple[float, Mapping[str, Any]]]()
         self._reported = deque[tuple[float, Mapping[str, float]]]()
         self._merged = list[tuple[float, dict[str, float]]]()
@@ -79,10 +83,13 @@ class Recorder:
         self._is_deleted = self._has_complained = False
         self._used = began, time.process_time()
 
-    # -- in the training's thread --------------------------------------------------------------------------------------
+    # -- called by the training thread ---------------------------------------------------------------------------------
 
     def report(self, numbers: Mapping[str, float]) -> None:
-        """Take numbers: a line of their own when one is due, or when they are the first or second after a round."""
+        """Add reported numbers.
+
+        They get a line if one is due, or if they are the first or second report after a round.
+        """
         now = self._clock()
         try:
             _, merged = self._merged.pop()
@@ -102,18 +109,21 @@ class Recorder:
         self._reported.append((now, merged))
 
     def round(self, ended: float, fields: Mapping[str, Any]) -> None:
-        """Take what a round was, which was over at `ended`."""
+        """Add the measurements of a round that ended at the time `ended`."""
         self._made.append((ended, fields))
         self._n_after_round = AFTER_ROUND
 
     def left(self, name: str, work: float) -> None:
-        """Take how much work is in no round at the end."""
+        """Add the work of a DiLoCo that is in no round at its end."""
         self._made.append((self._clock(), {"left_with": work, "name": name}))
 
-    # -- in the thread beside it ---------------------------------------------------------------------------------------
+    # -- called by the background thread -------------------------------------------------------------------------------
 
     def look(self, *, is_last: bool = False) -> None:
-        """Take up what is new, and write the segments that are due; all of them at the end."""
+        """Make lines of the new measurements, and write the segments that are due.
+
+        At the end of the attempt, write everything.
+        """
         if self._is_deleted:
             self._made.clear()
             self._reported.clear()
@@ -148,7 +158,7 @@ class Recorder:
             near_s = min(FAR_S, max(NEAR_S, NEAR_SHARE * (now - self._began)))
             self._close_at = now + (near_s if self._is_near or not self._n_segments else FAR_S)
         while self._n_bytes > WAITING_BYTES:
-            kept = self._lines[(len(self._lines) - 1) % 2 :: 2]  # the last line is among them
+            kept = self._lines[(len(self._lines) - 1) % 2 :: 2]  # every second line is kept, and always the last one
             self._left_out += len(self._lines) - len(kept)
             self._lines = kept
             self._n_bytes = sum(map(len, self._lines))
@@ -161,7 +171,7 @@ class Recorder:
         self._n_bytes += len(line)
 
     def _close(self) -> None:
-        """Make a segment of the first lines that wait."""
+        """Close a segment with the first waiting lines."""
         if self._left_out:
             self._keep(self._clock(), {"left_out": self._left_out})
             self._left_out = 0
@@ -175,10 +185,10 @@ class Recorder:
         self._close_at = None
 
     def _write(self, *, is_last: bool) -> bool:
-        """Create the closed segment; return whether it exists now."""
+        """Create the closed segment in the store. Return True if it exists now."""
         assert self._closed is not None
         try:
-            # Else the folder of a run that was deleted would be made again; at a bucket each look costs.
+            # A write would create the folder of a deleted run again. At a bucket, each such check costs a request.
             if (self._is_near or is_last) and not exists(self._store, self._run):
                 self._is_deleted = True
                 self._lines.clear()
@@ -190,7 +200,8 @@ class Recorder:
                 self._has_complained = True
                 text = f"rank {self._rank}: measurements wait in memory: {error}"
                 self.on_warning(text)
-                with contextlib.suppress(OSError, ValueError, AttributeError):  # the disk is full; closed by the user
+                # The disk is full, or the user has closed stderr.
+                with contextlib.suppress(OSError, ValueError, AttributeError):
                     sys.stderr.write(f"replicas: {text}\n")
             return False
         self._closed = None
@@ -203,7 +214,7 @@ def _usage(cores: float) -> dict[str, Any]:
 
 
 def _gpu_usage() -> dict[str, Any]:
-    """Return the memory and the use of the GPUs by torch. Empty: torch is not loaded, or uses no GPU."""
+    """Return the GPU memory and utilization of torch. Empty if torch is not loaded or uses no GPU."""
     used = dict[str, Any]()
     with contextlib.suppress(Exception):  # torch may not be loaded completely, and the driver may fail
         cuda = sys.modules["torch"].cuda

@@ -1,4 +1,4 @@
-"""The lines of a segment, `<run>/metrics/<rank>/<attempt>/<number>.jsonl`, as typed rows.
+"""Parses the lines of a segment, `<run>/metrics/<rank>/<attempt>/<number>.jsonl`, into typed rows.
 
 A line with a `verdict` describes a round. A line with `rss` has the resources of the process. A line with `left_with`
 has the work that was in no round at the end. A line with `left_out` has the number of lines that were dropped because
@@ -29,7 +29,7 @@ Verdict = Literal["counted", "carried", "dropped"]
 MAX_SECONDS = 1e10
 MAX_NAME = 200  # characters of a reported number's name
 MAX_ENTRY = 2**53
-LARGEST = 1e300  # of a number: a sum of some is finite
+LARGEST = 1e300  # of a number, so that a sum of several numbers is finite
 KEY = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/([0-9]{6,9})\.jsonl")
 """Rank, attempt and number of a segment, behind `<run>/metrics/`."""
 RESERVED = ("t", "verdict", "rss", "left_with", "left_out", "kind", "rank", "attempt", "s")
@@ -43,7 +43,7 @@ NORM = nullable(AMOUNT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numbers:
-    """The values that `report()` got since the line before."""
+    """The numbers that one `report()` call got, as one line of a segment."""
 
     rank: int
     attempt: int
@@ -56,7 +56,7 @@ class Numbers:
 
     @classmethod
     def of(cls, line: Mapping[str, Any], rank: int, attempt: int, where: str, strange: Counter[str]) -> Numbers:
-        """Read a line; numbers that are not finite, or too large, are left out, and counted in `strange`.
+        """Parse a line. Numbers that are not finite or too large are left out, and counted in `strange`.
 
         Raises:
             CorruptObjectError: a value is not a number.
@@ -78,9 +78,9 @@ class Numbers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round(Record):
-    """One entry of the log, as one replica went through it.
+    """One round, as one replica measured it.
 
-    The seconds end at `t`, and cover the time since the replica's entry before, but for what lies between them.
+    The measured seconds cover the time from the replica's last round to `t`, except for pauses in between.
     """
 
     rank: int = checked(RANK)
@@ -130,17 +130,17 @@ class Round(Record):
 
     @property
     def round_s(self) -> float:
-        """How long the replica did not train."""
+        """The seconds in which the replica did not train."""
         return self._parts_s if self.late_s is None else self.late_s
 
     @property
     def hidden_s(self) -> float:
-        """How long the round ran while training continued."""
+        """The seconds of the round during which training continued."""
         return 0.0 if self.late_s is None or self.busy_s is None else max(0.0, self.busy_s - self.late_s)
 
     @property
     def late_share(self) -> float:
-        """How much of `wait_s`, `move_s`, `reduce_s` and `step_s` held the training up."""
+        """The share of `wait_s`, `move_s`, `reduce_s` and `step_s` in which training stood still."""
         return min(1.0, self.round_s / self._parts_s) if self._parts_s else 0.0
 
     @property
@@ -170,7 +170,7 @@ Row: TypeAlias = Numbers | Round | Usage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Left(Record):
-    """What a DiLoCo left with: work that is in no round."""
+    """The work that was in no round when a DiLoCo was closed."""
 
     rank: int = checked(RANK)
     attempt: int = checked(ATTEMPT)
@@ -180,7 +180,7 @@ class Left(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeftOut(Record):
-    """How many lines are missing."""
+    """The number of lines that are missing, because no segment could be written."""
 
     rank: int = checked(RANK)
     attempt: int = checked(ATTEMPT)
@@ -196,10 +196,10 @@ KINDS: Mapping[str, type[Round | Usage | Left | LeftOut]] = {
 
 
 def parse_line(line: Any, rank: int, attempt: int, where: str, strange: Counter[str]) -> Row | Left | LeftOut:
-    """Return what a decoded line says; numbers that are not finite are counted in `strange`.
+    """Return the row of a decoded line. Numbers that are not finite are counted in `strange`.
 
     Raises:
-        CorruptObjectError: it is none; the message names what of it does not fit.
+        CorruptObjectError: the line is not a valid row. The message names the field.
     """
     if not isinstance(line, dict):
         raise Fields({}, where).refusal("it is not a JSON object")

@@ -1,4 +1,4 @@
-"""Reads the segments of a run. Any process may have written them, so all is bounded, and bad lines are named."""
+"""Reads the segments of a run. They are untrusted, so sizes are limited, and the result names bad lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_NAMES = 1000  # different names of reported numbers in one attempt
 MAX_SHOWN = 200  # characters of a key in a message
 NUMBERS = frozenset((float, int))
 READ_AT_ONCE = 256
-MAX_LOOKED_BACK = 8  # how many segments and attempts are searched backwards for a round
+MAX_LOOKED_BACK = 8  # segments and attempts that are searched backward for a round
 
 AttemptKey = tuple[int, int]
 """Rank and attempt."""
@@ -60,7 +60,7 @@ class Lines:
             key: the key of the segment, for messages.
             body: the bytes of the segment.
         """
-        refused = [] if body else [f"{key!r} is empty."]  # as after a power cut
+        refused = [] if body else [f"{key!r} is empty."]  # a power cut may leave an empty segment
         for number, line in enumerate(_decoded(body), 1):
             if row_like := self._like_before(line):
                 self.rows.append(row_like)
@@ -87,7 +87,10 @@ class Lines:
             self.problems.append(f"{refused[0]}{more}")
 
     def finish(self, numbers: Iterable[int]) -> Lines:
-        """Put the rows into the order of time, and name missing parts. `numbers` are the numbers of the segments."""
+        """Order the rows by time, and name missing segments.
+
+        `numbers` are the numbers of the segments that were read.
+        """
         self.rows.sort(key=lambda row: row.t)
         whose = f"Rank {self.rank}, attempt {self.attempt}:"
         gap = next((number for number, there in enumerate(sorted({*numbers})) if number != there), None)
@@ -103,7 +106,7 @@ class Lines:
         return self
 
     def _like_before(self, line: Any) -> Numbers | None:
-        """Return the row of a line, quickly, if it has the keys of the line before, as almost all lines do."""
+        """Parse a line quickly if it has the same keys as the line before. Almost all lines have."""
         if line.__class__ is not dict or line.keys() != self._accepted:
             return None
         values = line.values()
@@ -112,12 +115,15 @@ class Lines:
                 return None
             if not math.fsum(map(abs, values)) < LARGEST:
                 return None  # a value is not finite, or too large
-        except OverflowError:  # an integer beyond all floats
+        except OverflowError:  # the integer is too large for a float
             return None
         return Numbers(rank=self.rank, attempt=self.attempt, t=line.pop("t"), values=line)
 
     def _named(self, row: Numbers) -> Numbers:
-        """Note the names of a row's numbers; leave those out that are too many or too long."""
+        """Count the names of a row's numbers.
+
+        Remove numbers whose names are too long, or of which there are too many.
+        """
         for name in row.values:
             if name not in self._names:
                 fits = len(self._names) < MAX_NAMES and len(name) <= MAX_NAME
@@ -187,13 +193,13 @@ def read_segments(store: Store, run_id: str, kept: dict[str, memoryview] | None 
 
 
 def newest_rounds(store: Store, run_id: str, newest: Sequence[AttemptKey], most: int) -> list[Round]:
-    """Return the last rounds of some ranks: those in the newest segment of each that has any.
+    """Return the last rounds of some ranks, from the newest segment of each rank that has any.
 
-    However long the run is, only the segments of these ranks' last attempts are listed.
+    Only the segments of each rank's last attempts are listed, so the length of the run does not matter.
 
     Args:
         newest: each rank's newest attempt.
-        most: of each rank.
+        most: the largest number of rounds of each rank.
 
     Raises:
         StoreError: the store does not answer.
@@ -214,13 +220,13 @@ def newest_rounds(store: Store, run_id: str, newest: Sequence[AttemptKey], most:
 
 
 def _list_attempt(store: Store, run_id: str, of: AttemptKey) -> list[_Segment]:
-    """List the segments of one attempt in their order."""
+    """List the segments of one attempt, ordered by number."""
     listed, _ = _list(store, f"{run_id}/metrics/", "{:04d}/{}/".format(*of))
     return sorted(listed, key=lambda each: each.number)
 
 
 def _list(store: Store, prefix: str, whose: str = "") -> tuple[list[_Segment], list[str]]:
-    """List the segments of a run, or of one attempt; return them, and a problem with what is none."""
+    """List the segments of a run or of one attempt. Objects that are not segments are returned as problems."""
     found, foreign = list[_Segment](), list[str]()
     for entry in store.list(prefix + whose):
         if named := KEY.fullmatch(entry.key, len(prefix)):
@@ -234,7 +240,9 @@ def _list(store: Store, prefix: str, whose: str = "") -> tuple[list[_Segment], l
 
 
 def _thin(listed: Sequence[_Segment]) -> list[_Segment]:
-    """Return the early segments of all attempts before the late ones; of too many bytes a part that is spread evenly.
+    """Return the segments ordered by age, over all attempts.
+
+    If they have too many bytes, return an evenly spread part.
 
     The part is every second segment of each attempt, or every fourth, and so on, and the last segment of each attempt.
     So a run that continues is read in the same way until it has twice as many segments. No segment that was left out
@@ -251,13 +259,13 @@ def _thin(listed: Sequence[_Segment]) -> list[_Segment]:
 
 
 def _decoded(body: bytes) -> Iterator[Any]:
-    """Yield the lines of a segment as JSON values; an error in the place of one that is none."""
+    """Yield the JSON value of each line of a segment, or the error for a line that is not JSON."""
     lines = body.splitlines()
     try:
-        together = json.loads(b"[%b]" % b",".join(lines))  # a third of the time
+        together = json.loads(b"[%b]" % b",".join(lines))  # faster than one call per line: a third of the time
     except (ValueError, RecursionError):
         together = []
-    if len(together) == len(lines):  # else a line is more or less than a value
+    if len(together) == len(lines):  # otherwise a line has no value, or more than one
         yield from together
         return
     for line in lines:

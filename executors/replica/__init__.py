@@ -1,4 +1,4 @@
-"""A replica's view of itself: its rank, its progress, its share of the data and its artifacts.
+"""The replica as seen from its own process: its rank, its progress, its share of the data and its artifacts.
 
 Every backend gives a replica the same five environment variables. `current_replica()` returns them as a `Replica`.
 """
@@ -11,7 +11,7 @@ import os
 import stat
 import sys
 import time
-from _thread import allocate_lock  # not `threading`: every fork of a process that has it runs its hook
+from _thread import allocate_lock  # not `threading`, which runs a hook at every fork of the process
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ RUN_ID = "REPLICA_RUN_ID"
 ATTEMPT = "REPLICA_ATTEMPT"
 RENDEZVOUS = "REPLICA_RENDEZVOUS"
 CONTRACT = (RANK, WORLD_SIZE, RUN_ID, ATTEMPT, RENDEZVOUS)
-# Only for the worker, in a container, where a command starts the replica and no process forks it.
+# Only for the worker in a container, where a command starts the replica and no process forks it.
 TASK_DIGEST = "REPLICA_TASK_DIGEST"
 TASK_FOLDER = "REPLICA_TASK_FOLDER"  # the folder of the task, below the run; by default "task"
 TIMEOUT_S = "REPLICA_TIMEOUT_S"
@@ -61,10 +61,10 @@ FOR_THE_WORKER = (
 MEMBER = "REPLICA_MEMBER"  # the number of this process in a replica of several processes
 MEMBERS = "REPLICA_MEMBERS"
 NOTICE_S = "REPLICA_NOTICE_S"  # the time between a service's signal and the end of the container; a launch may set it
-LOST_AFTER_S = "REPLICA_LOST_AFTER_S"  # a spare takes over a rank that is silent for so long; a launch may set it
+LOST_AFTER_S = "REPLICA_LOST_AFTER_S"  # the silence after which a spare takes over a rank; a launch may set it
 UNSEEN = nullcontext()
-# A replica is not a member of a process group. Libraries that find one of these variables conclude that it is: they
-# wait for the other members, log and save in the first member alone, or take over signals. If SLURM_NTASKS is set,
+# A replica is not a member of a process group. Libraries that find one of these variables assume that it is. Then they
+# wait for other members, log and save only in the first member, or handle signals themselves. If SLURM_NTASKS is set,
 # Lightning ignores SIGTERM and requeues the Slurm job at SIGUSR1. A launcher inside the replica sets its own variables.
 PROCESS_GROUP = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"),
@@ -106,7 +106,7 @@ def leave_process_group() -> None:
 
 @dataclass(frozen=True)
 class StartsFrom:
-    """The run whose model another run begins with."""
+    """The run from which another run takes its first model."""
 
     store: Store
     run_id: str
@@ -116,11 +116,11 @@ class StartsFrom:
     """The totals that the run was extended to."""
 
 
-# More than 20 methods: users call 12 of them, and the others connect DiLoCo and the worker with the page, the recorder
-# and the store of the replica. Functions outside would have to know these parts.
+# More than 20 methods: users call 12 of them. DiLoCo and the worker use the others to reach the page, the recorder and
+# the store of the replica.
 @dataclass
 class Replica:
-    """One replica, seen from inside its own process.
+    """This replica, as its own process sees it.
 
     Example:
         replica = current_replica()
@@ -199,7 +199,7 @@ class Replica:
 
     @cached_property
     def nonce(self) -> str:
-        """The nonce of this attempt's claim, which no other copy of the rank has."""
+        """The nonce in the claim of this attempt. A second copy of the rank has another nonce."""
         if self.claimed_nonce is not None:
             return self.claimed_nonce
         if (key := run_key()) is not None:  # a helper process of a signed run must check the proof of the claim, too
@@ -222,7 +222,7 @@ class Replica:
 
     @property
     def continues(self) -> str | None:
-        """The id of the run whose newest snapshot this run begins from. None if there is no such run.
+        """The id of the run from whose newest snapshot this run begins. None if there is no such run.
 
         The value comes from the task, or from the run's record in a process that has not read the task.
         """
@@ -231,7 +231,7 @@ class Replica:
 
     @property
     def starts_from(self) -> StartsFrom | None:
-        """The run whose model and outer state this run begins with; None if it begins with its own model.
+        """The run from which this run takes its first model and outer state. None if it begins with its own model.
 
         The value comes from the run's task, or from its record in a process that has not read the task. The store of
         that run is opened here.
@@ -259,7 +259,7 @@ class Replica:
 
     @property
     def begins_warm(self) -> bool:
-        """Whether this run begins with the model of another one, at its own step 0."""
+        """True if this run begins with the model of another run, at its own step 0."""
         launch = self.launched or self.record
         return launch is not None and launch.settings.from_run is not None
 
@@ -283,7 +283,7 @@ class Replica:
 
     @property
     def seed(self) -> int:
-        """A seed below 2**31 that differs in each run, rank and attempt."""
+        """A seed below 2**31 that differs between runs, ranks and attempts."""
         import hashlib
 
         source = f"{self.run_id}/{self.rank}/{self.attempt}".encode()
@@ -333,10 +333,12 @@ class Replica:
         return share_of(dataset, self.rank, of, equal)
 
     def report(self, *, step: int | None = None, loss: float | None = None, **numbers: float) -> None:
-        """Show progress: in the live table and `status`, and over time in `Run.metrics()`, at most once a second.
+        """Report the progress.
 
-        The first two reports after a round are always kept. A call takes some microseconds, so it may be made at every
-        step. Call it in the process that runs the entrypoint.
+        It appears in the live table and `status` at most once a second, and over time in `Run.metrics()`.
+
+        The first two reports after a round are always recorded. A call takes a few microseconds, so you can call it at
+        every step. Call it in the process that runs the entrypoint.
 
             replica.report(loss=loss.item(), lr=schedule.get_last_lr()[0])
 
@@ -366,9 +368,9 @@ class Replica:
             self.recorder.report(reported if counted is None else {"step": counted, **reported})
 
     def count_step(self, step: int) -> None:
-        """Show the step that a `DiLoCo` has reached, unless the script reports its own.
+        """Report the step that a `DiLoCo` has reached, unless the script reports its own step.
 
-        `DiLoCo.step()` calls this, so it writes two variables and asks no clock: it takes less than a microsecond.
+        `DiLoCo.step()` calls this. It only writes two variables, so it takes less than a microsecond.
 
         Args:
             step: the run's step, from 0.
@@ -382,15 +384,17 @@ class Replica:
                 self.page.step = step
 
     def progress(self, *, kept: bool = False) -> None:
-        """Mark that the work continues. `report(step=…)` and `DiLoCo.step()` do so themselves.
+        """Mark progress, so that the replica does not count as hanging.
+
+        `report(step=…)` and `DiLoCo.step()` do this themselves.
 
         A supervisor treats a replica as hanging if it was idle for a minute, or worked for half an hour, since its last
         mark. `--hang-timeout` sets another limit. Call this method, and those below it up to `ending_s`, in the thread
         that runs the entrypoint.
 
         Args:
-            kept: True if this attempt saved something that the next one need not do again, such as a checkpoint.
-                Default False. DiLoCo marks the rounds that counted this attempt's work. After several attempts that
+            kept: True if this attempt saved something that the next attempt need not repeat, such as a checkpoint.
+                Default False. DiLoCo does this for rounds that counted this attempt's work. After several attempts that
                 saved nothing, the replica is no longer restarted.
 
         Example:
@@ -402,7 +406,7 @@ class Replica:
             self.page.progress(kept)
 
     def section(self, name: str, limit_s: float | None = None) -> AbstractContextManager[None]:
-        """Return a context in which another limit on hanging counts.
+        """Return a context manager for a section of code that has its own limit on hanging.
 
         Args:
             name: the name of the section. Limits are learned for each name.
@@ -422,10 +426,10 @@ class Replica:
         return UNSEEN if self.page is None else Section(self.page, name, limit_s)
 
     def atomic(self) -> AbstractContextManager[None]:
-        """Return a context in which this replica is not ended, for 60 s at most.
+        """Return a context manager in which this replica is not ended, for at most 60 s.
 
-        If the replica is asked to end meanwhile, as by a cancel, the exception for that is raised at the end of the
-        context.
+        If the replica is asked to end within the block, for example by a cancel, the exception is raised at the end of
+        the block.
 
         Example:
             with replica.atomic():
@@ -434,7 +438,7 @@ class Replica:
         return UNSEEN if self.page is None else Atomic(self.page)
 
     def unwatched(self) -> AbstractContextManager[None]:
-        """Return a context in which no limit on hanging applies, as for a long call into C code.
+        """Return a context manager in which no limit on hanging applies, for example for a long call into C code.
 
         Example:
             with replica.unwatched():
@@ -444,11 +448,11 @@ class Replica:
 
     @property
     def ending_s(self) -> float | None:
-        """Seconds left for this replica to save its work and leave. None if it need not leave.
+        """The seconds that this replica has left to save its work and end. None if it need not end.
 
-        A replica must leave if its machine is taken away, or after `replicas stop`. `DiLoCo.step()` then raises
-        `SystemExit` itself. An entrypoint that returns after it has read a number here has ended early, and has not
-        succeeded.
+        A replica must end if its machine is taken away, or after `replicas stop`. `DiLoCo.step()` then raises
+        `SystemExit` itself. If an entrypoint has read a number here and then returns, it has ended early, and does not
+        count as succeeded.
 
         Example:
             if replica.ending_s is not None:
@@ -464,8 +468,8 @@ class Replica:
         """Return True if a training loop must end now.
 
         Args:
-            after_round: whether a round has just ended. A stop by the user takes effect only then, and the end of the
-                machine at once.
+            after_round: True if a round has just ended. A stop by the user takes effect only then. The loss of the
+                machine takes effect at once.
 
         Example:
             if replica.is_to_leave(after_round=report is not None):
@@ -499,9 +503,9 @@ class Replica:
             self.page.open_training()
 
     def finish_training(self) -> None:
-        """Tell the supervisor that every DiLoCo of this process has ended, so that it expects no more marks.
+        """Tell the supervisor that all DiLoCos of this process have ended. It no longer expects marks of progress.
 
-        After another mark of progress, the supervisor expects marks again.
+        A later mark of progress makes the supervisor expect marks again.
 
         Example:
             replica.finish_training()
@@ -523,7 +527,7 @@ class Replica:
             self.recorder.left(name, work)
 
     def save_artifact(self, name: str, path: str | Path) -> None:
-        """Save a file, or a folder of files, with the run. `replicas collect` and `Run.artifacts` bring it back.
+        """Save a file or a folder with the run. `replicas collect` and `Run.artifacts` return it.
 
         Artifacts of this rank's earlier attempts are collected, too. If two have the same name, the newer one counts.
 
@@ -661,10 +665,10 @@ def replica_from(environ: Mapping[str, str]) -> Replica:
 
 
 def _number(name: str, value: Any) -> float:
-    item = getattr(value, "item", None)  # a one-element numpy or torch scalar
+    item = getattr(value, "item", None)  # a numpy or torch scalar with one element
     plain = item() if callable(item) else value
     if isinstance(plain, bool) or not isinstance(plain, (int, float)):
         raise TypeError(f"report() takes numbers, got {name}={value!r}.")
-    if abs(plain) > sys.float_info.max:  # JSON has no integer of thousands of digits
+    if abs(plain) > sys.float_info.max:  # JSON cannot express an integer with thousands of digits
         return math.inf if plain > 0 else -math.inf
     return plain

@@ -1,6 +1,6 @@
-"""One replica's share of a data set, by the kind of the data set.
+"""Selects one replica's share of a data set: of `datasets`, of torch, a list, an array, a table or an iterable.
 
-Nothing is imported for it: a data set of `datasets` or torch comes from a module that is loaded.
+This module imports no library. If the data set belongs to a library, that library is already loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Place(NamedTuple):
     """Whether all shares have the same number of items. Then `number` may be beyond `of`, for an added replica."""
 
     def indices(self, n_items: int) -> range:
-        """Return which items of a data set of a known length are in this share."""
+        """Return the indices of the items in this share, for a data set of known length."""
         if not self.is_equal:
             return range(self.number, n_items, self.of)
         size = n_items // self.of
@@ -50,13 +50,13 @@ def share_of(dataset: Any, index: int, of: int, equal: bool = False) -> Any:
     Args:
         dataset: the data set, as `Replica.shard` takes it.
         index: the number of the share, from 0. With `equal` it may be `of` or more, for an added replica.
-        of: how many shares there are.
-        equal: whether all shares have the same number of items.
+        of: the number of shares.
+        equal: True if all shares must have the same number of items.
 
     Raises:
-        TypeError: it is not a data set, it has no order that all replicas see, or its items cannot be counted and
-            `equal` is set.
-        ValueError: it has too few items.
+        TypeError: the object is not a data set, or its order differs between replicas, or `equal` is set and its items
+            cannot be counted.
+        ValueError: the data set has too few items.
     """
     if problem := _problem_of(dataset):
         raise TypeError(f"shard() takes a data set, {problem}.")
@@ -68,7 +68,8 @@ def share_of(dataset: Any, index: int, of: int, equal: bool = False) -> Any:
         raise ValueError(f"A data set of {n_items} items has none for {share}: use fewer replicas.")
     if _is_a(dataset, "datasets", "Dataset", "IterableDataset"):
         return _share_of_datasets(dataset, place)
-    if not _is_a(dataset, "torch.utils.data", "IterableDataset"):  # which may have a length and items by number, too
+    # An IterableDataset may also have a length and items by number.
+    if not _is_a(dataset, "torch.utils.data", "IterableDataset"):
         can_slice = type(dataset) in SLICED or _is_table(dataset)
         if n_items is not None and (can_slice or hasattr(dataset, "__getitem__")):
             return _sliced(dataset, place.indices(n_items)) if can_slice else _like(Share, dataset, place)
@@ -78,11 +79,11 @@ def share_of(dataset: Any, index: int, of: int, equal: bool = False) -> Any:
 
 
 class _Part:
-    """A part of a data set. It has the attributes of the data set, and goes to spawned workers.
+    """A part of a data set. It has the attributes of the data set, and can be pickled for worker processes.
 
-    Attributes are read from the data set and written to it, so `share.transform = …` changes the items. A write that
-    stayed on the share would be without effect, since the data set makes the items. The share keeps `dataset` and
-    `indices`, which are its own, and a `set_epoch` that a trainer puts in the place of the data set's.
+    Attributes are read from the data set and written to it, so `share.transform = …` changes the items. Written to the
+    share, they would have no effect, because the data set makes the items. The share has its own `dataset` and
+    `indices`, and its own `set_epoch` if a trainer sets one.
     """
 
     dataset: Any
@@ -95,7 +96,7 @@ class _Part:
         self._place = place
         self._n_items = _length_of(dataset)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # `_like` may have made the class, and pickle cannot find that
+    def __reduce__(self) -> tuple[Any, ...]:  # `_like` may have made the class, and then pickle cannot find it
         return share_of, (self.dataset, *self._place)
 
     def __repr__(self) -> str:
@@ -105,8 +106,9 @@ class _Part:
         return sorted({*super().__dir__(), *dir(self.dataset)})
 
     def __getattr__(self, name: str) -> Any:
-        # Python asks here only for what the share itself lacks. Special methods are never forwarded: most of them
-        # would speak for the whole data set. An unpickled share has no data set yet, and would ask forever.
+        # Python calls this only for attributes that the share itself lacks. Special methods are never forwarded,
+        # because most of them would describe the whole data set. While a share is unpickled it has no data set, so a
+        # forward would never end.
         if name.startswith("__") or name in _Part._OWN - {"set_epoch"} or "dataset" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(self.dataset, name)
@@ -118,7 +120,8 @@ class _Part:
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN or name.startswith("__"):  # as `__class__`: a library may replace the share's own
+        # Such as `__class__`, which a library may set on the share itself.
+        if name in self._OWN or name.startswith("__"):
             object.__setattr__(self, name, value)
             return
         if (n_items := self._n_items) is not None and _is_of_each_item(getattr(self.dataset, name, None), n_items):
@@ -136,7 +139,7 @@ class _Part:
 
 
 class Share(_Part):
-    """Some items of a data set that has a length, as a data set."""
+    """A share of a data set with a length."""
 
     def __init__(self, dataset: Any, place: Place) -> None:
         super().__init__(dataset, place)
@@ -150,7 +153,7 @@ class Share(_Part):
         return (self.dataset[index] for index in self.indices)
 
     def __getitem__(self, at: Any) -> Any:
-        """Return an item of the share. A slice, or a list of numbers, gives what the data set gives for such."""
+        """Return an item of the share. A slice or a list of numbers returns the same type as for the data set."""
         if isinstance(at, slice):
             return self.dataset[_slice_of(self.indices[at])]
         if not getattr(at, "ndim", 0) and hasattr(at, "__index__"):
@@ -173,7 +176,7 @@ class Share(_Part):
 
 
 class IterableShare(_Part):
-    """Some items of an iterable, each time it is iterated."""
+    """A share of an iterable. It can be iterated several times if the iterable can."""
 
     def __iter__(self) -> Iterator[Any]:
         return IteratorShare(iter(self.dataset), self._place)
@@ -185,7 +188,7 @@ class IterableShare(_Part):
 
 
 class IterableShareOfKnownLength(IterableShare):
-    """Some items of an iterable that knows how many there are."""
+    """A share of an iterable with a length."""
 
     def __len__(self) -> int:
         assert self._n_items is not None
@@ -193,14 +196,14 @@ class IterableShareOfKnownLength(IterableShare):
 
 
 class IteratorShare(_Part):
-    """Some items of an iterator, which go by once.
+    """A share of an iterator, which can be iterated only once.
 
-    An object and not `itertools.islice`, which cannot be pickled from Python 3.14 on.
+    It is not `itertools.islice`, because that cannot be pickled from Python 3.14 on.
     """
 
     def __init__(self, dataset: Iterator[Any], place: Place) -> None:
         super().__init__(dataset, place)
-        self._n_items = None  # some iterators have a length, of what is left
+        self._n_items = None  # the length of an iterator is the number of its remaining items
         self._to_skip, self._n_groups = place.number, 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -220,14 +223,15 @@ class IteratorShare(_Part):
         return item
 
     def _next_of_group(self, index: int, of: int) -> Any:
-        """Return this share's item of the next `of` items, once all of these exist.
+        """Return this share's item of the next `of` items, after all of them were read.
 
-        Nothing else keeps shares of a stream equal: how many items it has is known at its end only.
+        This keeps the shares of a stream equal, although its length is only known at its end.
         """
         group = []
         for _ in range(of):
             group.append(next(self.dataset))
-        at = index if index < of else index + self._n_groups  # an added replica has items of each other in turn
+        # An added replica gets the item of a different replica in each group.
+        at = index if index < of else index + self._n_groups
         self._n_groups += 1
         return group[at % of]
 
@@ -243,7 +247,9 @@ _classes: dict[tuple[type, type], type[_Part]] = {}
 
 
 def _like(kind: type[_Part], dataset: Any, place: Place) -> _Part:
-    """Return a share that is a data set of torch if the data set is one: loaders and trainers check its class."""
+    """Return a share that is also a torch data set if the original is one, because loaders and trainers check the
+    class.
+    """
     for name in ("IterableDataset", "Dataset"):
         if _is_a(dataset, "torch.utils.data", name):
             kinds = kind, getattr(sys.modules["torch.utils.data"], name)
@@ -261,14 +267,14 @@ def _share_of_datasets(dataset: Any, place: Place) -> Any:
             "shard(equal=True) cannot split a stream of `datasets`, because the number of its items is not known. "
             "Remove equal=True, and give DiLoCo the same total_steps in each replica."
         )
-    # Neighbors, as `split_dataset_by_node` gives them: these are read from the file in one go.
+    # A contiguous block, as from `split_dataset_by_node`, is read from the file in one go.
     size, indices = len(dataset) // place.of, place.indices(len(dataset))
     start = place.number * size if place.number < place.of else indices.start
     return dataset.select(range(start, start + size))
 
 
 def _sliced(dataset: Any, indices: range) -> Any:
-    rows = getattr(dataset, "iloc", dataset)  # rows of a table of pandas go by their labels otherwise
+    rows = getattr(dataset, "iloc", dataset)  # without `iloc`, a table of pandas would select rows by label
     return rows[_slice_of(indices)]
 
 
@@ -280,7 +286,7 @@ def _slice_of(indices: range) -> slice:
 
 
 def _is_table(dataset: Any) -> bool:
-    """Return whether this is an array or a table; a data set of torch may have a shape, too."""
+    """Return True if this is an array or a table. A torch data set may have a shape, too, and is neither."""
     return (
         hasattr(dataset, "shape")
         and hasattr(dataset, "__getitem__")
@@ -289,7 +295,7 @@ def _is_table(dataset: Any) -> bool:
 
 
 def _is_of_each_item(value: Any, n_items: int) -> bool:
-    """Return whether a value, or a column of it, has an entry for each item of a data set."""
+    """Return True if a value, or a column in it, has one entry per item of a data set."""
     if isinstance(value, Mapping):
         columns = [*value.values()] if len(value) <= FEW_COLUMNS else []
     else:
@@ -309,7 +315,8 @@ def _length_of(value: Any) -> int | None:
         return None
     try:
         return len(value)
-    except (TypeError, NotImplementedError):  # as of an array of no dimension, or a stream that inherits the method
+    # For example an array without dimensions, or a stream that inherits the method.
+    except (TypeError, NotImplementedError):
         return None
 
 

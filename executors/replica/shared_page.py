@@ -1,8 +1,9 @@
 """A page of memory that a rank shares with its supervisor: its progress, its sections, and the end of its output.
 
-The rank writes and the supervisor reads, except for `announce` and `note_hang`. No side waits or locks. Each value is
-written often, so that a torn value is soon repaired. All times are of `time.monotonic`, which both processes share. The
-rank uses the page only in the thread that runs the entrypoint, except for beats and output.
+The rank writes and the supervisor reads, except for `announce` and `note_hang`. Neither side waits or locks. A value
+may be read while it is half written, but each is written so often that the next read is right. All times are from
+`time.monotonic`, which both processes share. The rank uses the page only in the thread that runs the entrypoint, except
+for beats and output.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class SharedPage:
     """The page of one attempt. The supervisor creates it before it starts the process of the attempt.
 
     Args:
-        after: the page of the attempt before, whose learned intervals are copied. None, the default: there is none.
+        after: the page of the attempt before, whose learned intervals are copied. None, the default: there was no
+            attempt before.
     """
 
     ready = _Number(READY)
@@ -165,13 +167,14 @@ class SharedPage:
         self._memory[:HEAD_BYTES] = head
         self._numbers = memoryview(self._memory)[:HEAD_BYTES].cast("d")
 
-    # -- progress, by the rank ---------------------------------------------------------------------------------------
+    # -- progress, written by the rank
+    # -----------------------------------------------------------------------------------
 
     def progress(self, saved: int = 0, *, step: float | None = None, round_: float | None = None) -> None:
         """Note a mark of progress.
 
         Args:
-            saved: how often work was saved that the next attempt need not do again. Default 0.
+            saved: the number of new saves that the next attempt need not repeat. Default 0.
             step: the step that the rank has reached. None, the default: unchanged.
             round_: the round that the rank has reached. None, the default: unchanged.
         """
@@ -232,7 +235,7 @@ class SharedPage:
         numbers[ROW] = self._row
 
     def write_tail(self, data: Any) -> None:
-        """Add output to the tail, which keeps the last 64 KiB.
+        """Append output to the tail, which has the last 64 KiB.
 
         Args:
             data: the bytes that were printed.
@@ -284,15 +287,15 @@ class SharedPage:
 
     @property
     def longest_idle_s(self) -> float:
-        """The longest time in seconds for which a section was idle before it continued, in the attempts so far."""
+        """The longest idle time in seconds after which the section still continued, over all attempts so far."""
         return self._numbers[self.current_row - LONGEST + IDLE]
 
     def note_idle(self, row: int, idle_s: float) -> None:
-        """Record that a section was idle and then continued. Called by the supervisor alone, which measures it.
+        """Record that a section was idle and then continued. Only the supervisor calls this.
 
         Args:
-            row: the section, by `current_row`.
-            idle_s: for how long, in seconds.
+            row: the slot of the section, from `current_row`.
+            idle_s: the idle time in seconds.
         """
         at = row - LONGEST + IDLE
         if idle_s > self._numbers[at]:
@@ -305,7 +308,7 @@ class SharedPage:
         return {name: value for name, value in found.items() if not math.isnan(value)} or None
 
     def outcome_fields(self) -> dict[str, Any]:
-        """Return the fields of an outcome that the page has, as in `progress_marks` and `reached`."""
+        """Return the fields of an outcome that this page knows, such as `progress_marks` and `reached`."""
         return {
             "progress_marks": int(self.progress_marks),
             "saved_marks": int(self.saved_marks),
@@ -315,7 +318,9 @@ class SharedPage:
         }
 
     def kill_at(self, asked_at: float, grace_s: float) -> float:
-        """Return the time at which a rank that was asked to end is killed. A rank in `atomic` gets up to 60 s more.
+        """Return the time at which a rank that was asked to end must be killed.
+
+        A rank within `atomic` gets up to 60 s more.
 
         Args:
             asked_at: the time of SIGTERM, by `time.monotonic`.
@@ -339,7 +344,7 @@ class SharedPage:
 
     @property
     def ending_at(self) -> float | None:
-        """The time by which the rank must have ended, by `time.monotonic`. None: no end was announced."""
+        """The time by which the rank must have ended, by `time.monotonic`. None: it was not asked to end."""
         return self._numbers[ENDING_AT] or None
 
     @property
@@ -373,11 +378,11 @@ class SharedPage:
     def current_row(self) -> int:
         """The slot of the intervals of the section that the rank is in."""
         row = self._numbers[ROW]
-        # A value outside the rows is torn.
+        # A value outside the rows was read while it was half written.
         return int(row) if FIRST_ROW <= row < FIRST_ROW + N_ROWS * ROW_SIZE else FIRST_ROW
 
     def _row_of(self, name: str) -> int:
-        """Return the slot of a section's intervals. Make a row for a new section."""
+        """Return the slot of a section's intervals. A new section gets a new row."""
         if name not in self._rows:
             n = len(self._rows)
             row_name = name if n < N_ROWS - 1 else OTHERS

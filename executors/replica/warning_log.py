@@ -1,14 +1,14 @@
 """The warnings of one attempt, collected in any thread of the replica and written while training continues.
 
-The thread that warns only changes a list in memory. The heartbeat's thread writes the whole record again when it is
-due, so a loop that warns costs little time and few requests.
+A warning only changes a list in memory. The heartbeat's thread writes the whole record when a write is due. So a loop
+that warns costs little time and few requests.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from _thread import RLock  # not `threading`: every fork of a process that has it runs its hook
+from _thread import RLock  # not `threading`, which runs a hook at every fork of the process
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +24,8 @@ MAX_OF_PLACE = 8
 """The most texts of one place in the code, because a message with a number in it must not displace all others."""
 N_AT_ONCE = 8
 """The first texts of an attempt are written at once, because its process may not live long."""
-NEW_S, REPEAT_S = 10.0, 60.0  # a later text waits so long for others, and a repeat of a known text so long
+# The wait before a new text is written after the first one, and before a repeated text is counted in the record.
+NEW_S, REPEAT_S = 10.0, 60.0
 RETRY_S = 5.0
 CUT = "…"
 
@@ -32,12 +33,12 @@ CUT = "…"
 class WarningLog:
     """Collects the warnings of one attempt and writes them to its `warnings.json`.
 
-    `add` may be called by any thread of the process that made this. The other methods belong to the thread that writes.
+    Any thread of the process that made this object may call `add`. Only the writing thread calls the other methods.
 
     Args:
         attempt: the attempt of the record.
-        clock: returns seconds, for the time between two writes.
-        now: returns the Unix time, for the moments of the warnings.
+        clock: returns seconds of a monotonic clock, for the time between two writes.
+        now: returns Unix time, for the times of the warnings.
 
     Example:
         warnings = WarningLog(attempt)
@@ -64,12 +65,12 @@ class WarningLog:
         """The time of the next write. None: nothing is new."""
 
     def add(self, text: str, place: str = "") -> None:
-        """Take a warning; never raises and never waits for the store. A process that was forked off adds nothing.
+        """Add a warning. The call never raises and never waits for the store. It does nothing in a forked process.
 
         Args:
-            text: for people. It is cut to `MAX_CHARACTERS`, and a leading `rank 3: ` is removed.
-            place: the module and the line of the warning. At most `MAX_OF_PLACE` texts of one place
-                are kept. Warnings with an empty place have no such limit.
+            text: the warning for the user. It is cut to `MAX_CHARACTERS`, and `rank 3: ` at its begin is removed.
+            place: the module and line of the warning. At most `MAX_OF_PLACE` texts of the same place are recorded.
+                Warnings with an empty place have no such limit.
 
         Example:
             warnings.add("rank 3: the tracker 'wandb' refuses numbers", place="executors.worker.tracking")
@@ -86,7 +87,9 @@ class WarningLog:
             return
 
     def stand_still(self, found: Standstill | None) -> None:
-        """Note a round that stands still, for the heartbeat and the outcome. The caller also adds a warning about it.
+        """Note a round that cannot continue, for the heartbeat and the outcome.
+
+        The caller also adds a warning about it.
 
         Args:
             found: the standstill. None: the rounds continue.
@@ -100,7 +103,7 @@ class WarningLog:
 
     @property
     def count(self) -> WarningCount | None:
-        """The number of warnings for the run's events, and the first of them. None: there are none."""
+        """The number of warnings and the first of them, for heartbeats and outcomes. None if there are no warnings."""
         with self._lock:
             if not self._kept:
                 return None

@@ -1,10 +1,9 @@
-"""Everything that a user may ask of a launch, declared once.
+"""Declares every value that a user may set for a launch. Each one is declared once.
 
-Read `settings.py` first: `Settings` is one frozen value with one JSON form, and each of its fields carries the option
-of the command, its help text and its check. `launch()`, the command, settings files, the record of a run and the
-supervisors of its replicas hold this one value. `policy.py` explains the two settings that are small languages of their
-own: restarts, and limits on hanging. Data enters as what a user gave (`Settings.of`) or as what a store holds
-(`Settings.parse`); both refuse what is not legal, and name it.
+Read `settings.py` first. `Settings` is one frozen value with one JSON form. Each field declares its CLI option, its
+help text and its check. `launch()`, the CLI, settings files, the run's record and the supervisors of replicas use this
+one value. `policy.py` parses two settings with a syntax of their own: restarts, and limits on hanging. `Settings.of`
+takes values from the user, and `Settings.parse` takes them from a store. Both refuse an illegal value and name it.
 """
 
 from executors.settings.settings import GATHER_S as GATHER_S

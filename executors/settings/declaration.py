@@ -1,4 +1,4 @@
-"""How one setting is declared: what it may be in a record, and how users give it."""
+"""Declares settings: the values that a record may contain, and the ways in which users set them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ PANELS = (RUN, WHERE, LIMITS, WATCH, SETTINGS, TESTING)
 
 
 class Duration(float):
-    """The type of a setting that is seconds, or a text such as `1h30m`."""
+    """A setting in seconds. Users may also write a text such as `1h30m`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """How users give a setting: as an option of the command, a key of a settings file, a variable, or an argument.
+    """The ways in which users set a value: an option of the CLI, a key of a settings file, a variable, or an
+    argument.
 
     Args:
-        help: the text about it in the command's help: meaning, unit, legal values and default.
-        panel: the panel of the help that shows it, one of `PANELS`.
-        kind: the type that its text has: `str`, `int`, `float`, `bool`, `Duration` or `list[str]`.
-        metavar: the placeholder of its value in the help. Empty: the type's own.
+        help: the text in the CLI's help, with meaning, unit, legal values and default.
+        panel: the panel of the help that lists it, one of `PANELS`.
+        kind: the type of the value when it is given as text: `str`, `int`, `float`, `bool`, `Duration` or `list[str]`.
+        metavar: the placeholder of the value in the help. Empty: the default for the type.
         flags: its flags. Empty: `--` and the name of the field, with hyphens.
-        example: a value for the template of a settings file. None: one that follows from `kind`.
-        types: the types that `launch()` takes for it.
-        words: the middle of the error about another type, between the name and the value, as `is a number of seconds`.
+        example: an example value for the template of a settings file. None: an example that fits `kind`.
+        types: the types that `launch()` accepts.
+        words: the middle part of the error for a wrong type, as `is a number of seconds`. The name comes before it, and
+            the value after it.
 
     Example:
         Option(help="The GPU of each replica.", panel=RUN, metavar="GPU", types=(str,), words="names a GPU")
@@ -46,12 +48,12 @@ class Option:
 
 
 def setting(check: Check[Any], *default: Any, option: Option) -> Any:
-    """Declare a field of `Settings`: what a record may hold, its default, and how users give it.
+    """Declare a field of `Settings`, with its check, its default, and the ways in which users set it.
 
     Args:
-        check: takes the value of a record, or raises ValueError.
-        default: at most one value. None is given: the field is required.
-        option: how users give it.
+        check: returns the value of a record, or raises ValueError.
+        default: the default value. Without it, the field is required.
+        option: the ways in which users set it.
 
     Example:
         fail_fast: bool = setting(flag, False, option=Option(help="End at a failure.", panel=LIMITS, kind=bool))

@@ -1,4 +1,4 @@
-"""Spans of time as people write and read them."""
+"""Parses and formats durations such as `1h30m`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def parse_duration(text: str) -> float:
     """Return the seconds of `90`, `90s`, `5m`, `2h` or `1h30m`.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the text is not a duration.
     """
     found = _DURATION.fullmatch(str(text).strip())
     if found is None or not any(found.groups()):
@@ -23,7 +23,7 @@ def parse_duration(text: str) -> float:
 
 
 def name_duration(seconds: float) -> str:
-    """Write a duration for people: `0.8 s`, `42 s`, `3:05`, `2:10:00`."""
+    """Return a duration as text: `0.8 s`, `42 s`, `3:05`, `2:10:00`."""
     if seconds < 10:
         return f"{max(0.0, seconds):.1f} s"
     whole = int(seconds)

@@ -1,4 +1,4 @@
-"""The rules for replicas that end or hang: `--restarts`, `--hang-timeout` and `--start-timeout`."""
+"""Parses and checks the rules for replicas that end or hang: `--restarts`, `--hang-timeout` and `--start-timeout`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ MAX_RESTARTS = 1_000_000  # more than a run ever has: a rank ends with an error 
 LEAST_S, MAX_S = 0.001, 1e8
 DEFAULT_START_S = 1800.0
 """Seconds that a replica may be idle before its first mark of progress."""
-LEAST_START_S, START_FACTOR = 60.0, 5.0  # of the start limit that an explicit limit between marks implies
+# Without start_timeout, the limit on the start is this factor times the hard limit, and at least this many seconds.
+LEAST_START_S, START_FACTOR = 60.0, 5.0
 EXIT_CODE = re.compile("0|-?[1-9][0-9]{0,9}")
 SETTINGS = ("run", "backoff", "no_progress", "within", "together", "how")
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """Which ends of replicas are answered by a restart.
+    """The restart policy: the ends of replicas that lead to a restart, and the limits on restarts.
 
     Raises:
-        ValueError: a value makes no sense.
+        ValueError: a value is not legal.
 
     Example:
         Restarts(3, per_s=3600.0)
@@ -81,14 +82,14 @@ class Restarts:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `3`, `3/1h`, `3,oom=0,timeout=2,75=inf,run=10,backoff=1s:60s,no_progress=3,within=8h,together`, or
-        one of the words `preempted` and `none`.
+        """Parse a policy such as `3`, `3/1h`, `preempted`, `none`, or
+        `3,oom=0,timeout=2,75=inf,run=10,backoff=1s:60s,no_progress=3,within=8h,together`.
 
         Args:
             text: the text.
 
         Raises:
-            ValueError: the text is not a policy. The message names the part that does not fit, and what would.
+            ValueError: the text is not a policy. The message names the wrong part, and a legal form.
 
         Example:
             Restarts.parse("3/1h,oom=0").per_replica  # 3
@@ -132,7 +133,7 @@ class Restarts:
 
     @classmethod
     def of(cls, asked: Restarts | int | str | None) -> Restarts | None:
-        """Return the policy that a user gave in any of its forms.
+        """Return the policy for any form in which a user may give it.
 
         Args:
             asked: a policy, the number of restarts of each replica, a text as for `parse`, or None for no policy.
@@ -151,11 +152,11 @@ class Restarts:
         return cls.parse(str(asked))
 
     def answers(self, reason: str | None, *, was_refused: bool) -> bool:
-        """Return whether an end of this kind may be answered at all.
+        """Return True if the policy may restart a replica after such an end.
 
         Args:
-            reason: why the attempt ended.
-            was_refused: whether it was not started because its service gave it no machine.
+            reason: the reason of the end.
+            was_refused: True if the attempt was not started because its service had no machine.
 
         Example:
             Restarts.parse("preempted").answers("exception", was_refused=False)  # False
@@ -179,9 +180,9 @@ class Restarts:
         return ",".join(parts)
 
     def cap(self, reason: str | None, exit_code: int | None) -> tuple[str | None, float]:
-        """Return the limit of restarts after such an end, with the exit code or reason that has this limit.
+        """Return the limit on restarts after such an end, and the exit code or reason to which the limit belongs.
 
-        The name is None if no limit is set for this kind of end. Then only the limit of the replica counts.
+        The second value is None if this kind of end has no limit of its own. Then the limit of the replica counts.
 
         Args:
             reason: the reason of the end, if it is known.
@@ -197,10 +198,10 @@ class Restarts:
 
 
 def supervised(restarts: str | None) -> str | None:
-    """Return the restart policy of a replica's own supervisor. None: it restarts nothing, and ends no hung replica.
+    """Return the policy that a replica's own supervisor applies. None: it restarts nothing and ends no hung replica.
 
-    If a service takes back the machine, the supervisor ends, too. So a policy that only restarts preempted replicas is
-    carried out by processes on other machines.
+    If a service takes back a machine, the supervisor ends, too. So processes on other machines carry out a policy that
+    only restarts preempted replicas.
 
     Args:
         restarts: the run's policy, as recorded.
@@ -216,11 +217,12 @@ class HangLimits:
     """How long a replica may run without progress: `--hang-timeout` and `--start-timeout`.
 
     Args:
-        soft_s: seconds without a mark of progress until the stacks are kept and `HangError` is raised. None: the limits
-            follow from what the replica did so far ("auto").
-        hard_s: seconds without a mark until the process is killed. None together with `soft_s`.
-        is_off: True if no limit applies between marks.
-        start_s: seconds from the start of an attempt to its first mark. None: implied by `hard_s`, else the default.
+        soft_s: seconds without a mark of progress until the stacks are recorded and `HangError` is raised. None: the
+            limits depend on the replica's earlier pauses ("auto").
+        hard_s: seconds without a mark of progress until the process is killed. None if and only if `soft_s` is None.
+        is_off: True if no limit applies between marks of progress.
+        start_s: seconds from the start of an attempt to its first mark of progress. None: it follows from `hard_s`, or
+            from the default.
 
     Example:
         HangLimits.of("2m:3m", "20m").start_limit_s
@@ -241,7 +243,7 @@ class HangLimits:
             start_timeout: seconds, a duration such as `20m`, or `auto`. None: `auto`.
 
         Raises:
-            ValueError: one of them is none of these.
+            ValueError: one of them is not legal.
 
         Example:
             HangLimits.of("2m:3m", "20m")
@@ -261,13 +263,13 @@ class HangLimits:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the text that `str` gives, as in `120s:180s,start=1200s`: the form that records have.
+        """Parse the form that records contain and `str` returns, as `120s:180s,start=1200s`.
 
         Args:
             text: the limits of a run, as recorded.
 
         Raises:
-            ValueError: the text is not that form.
+            ValueError: the text does not have this form.
 
         Example:
             HangLimits.parse("auto,start=1200s")
@@ -280,7 +282,7 @@ class HangLimits:
 
     @classmethod
     def start_text(cls, start_timeout: str) -> str:
-        """Return a limit on the start as records have it: `auto`, or seconds.
+        """Return a limit on the start in the form that records contain: `auto`, or seconds.
 
         Args:
             start_timeout: seconds, a duration such as `20m`, or `auto`.
@@ -296,19 +298,19 @@ class HangLimits:
 
     @property
     def texts(self) -> dict[str, str | None]:
-        """These limits as the settings `hang_timeout` and `start_timeout` have them."""
+        """These limits in the form of the settings `hang_timeout` and `start_timeout`."""
         marks, _, _ = str(self).partition(",")
         return {"hang_timeout": marks, "start_timeout": None if self.start_s is None else _seconds(self.start_s)}
 
     def changed(self, hang_timeout: str | float | None = None, start_timeout: str | float | None = None) -> Self:
-        """Return these limits with other values.
+        """Return a copy of these limits with other values.
 
         Args:
-            hang_timeout: `auto`, `off`, `SOFT` or `SOFT:HARD`. None: as it is here.
-            start_timeout: seconds, a duration such as `20m`, or `auto`. None: as it is here.
+            hang_timeout: `auto`, `off`, `SOFT` or `SOFT:HARD`. None: unchanged.
+            start_timeout: seconds, a duration such as `20m`, or `auto`. None: unchanged.
 
         Raises:
-            ValueError: one of them is not a limit.
+            ValueError: one of them is not legal.
 
         Example:
             HangLimits.of("2m", "20m").changed(start_timeout="1h")
@@ -339,15 +341,20 @@ class HangLimits:
 
     @property
     def are_explicit(self) -> bool:
-        """True if the user gave a number for the time between two marks: it ends a replica also without restarts."""
+        """True if the user gave a number for the time between two marks.
+
+        Such a limit ends a replica even without restarts.
+        """
         return self.soft_s is not None
 
     @property
     def start_limit_s(self) -> float | None:
-        """Seconds from the start of an attempt to its first mark; None if no number was given or implied.
+        """The seconds from the start of an attempt to its first mark.
 
-        A replica whose steps take up to HARD imports, compiles and reads its data first: that takes longer than a step,
-        and never less time than a step may take.
+        None if no number was given or follows from the others.
+
+        Before its first step, a replica imports modules, compiles and reads data. This takes longer than a step. So the
+        limit follows from HARD, and is never shorter than HARD.
         """
         if self.start_s is not None or self.hard_s is None:
             return self.start_s
@@ -374,12 +381,12 @@ def _check_reason(reason: str, cap: float) -> None:
 
 
 def _seconds(seconds: float) -> str:
-    """Write a time as `parse_duration` reads it."""
+    """Return a time in a form that `parse_duration` reads."""
     return f"{seconds:.6f}".rstrip("0").rstrip(".") + "s"
 
 
 def _count(text: str, policy: str) -> int:
-    """Return the number that a policy begins with, which is the restarts of each replica."""
+    """Return the number at the begin of a policy: the restarts of each replica."""
     try:
         return _integer(text, "per_replica")
     except ValueError:

@@ -1,6 +1,6 @@
-"""The values that start attempts of some ranks of a run: `RunSpec`, which travels, and `StartSpec`, which does not.
+"""The values that start attempts of ranks: `RunSpec` is sent to other processes, and `StartSpec` stays in this one.
 
-Neither is ever stored: both hold secrets.
+Both contain secrets, so neither is stored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ ATTACHED_LEASE = "lease.json"
 
 @dataclass(frozen=True)
 class RunSpec:
-    """All that starts attempts of some ranks of a run. It is JSON; it holds secrets, so it is never stored."""
+    """The values that start attempts of some ranks of a run, as JSON. They contain secrets, so they are never
+    stored.
+    """
 
     run_id: str
     store_url: str
@@ -59,7 +61,7 @@ class RunSpec:
         return {**vars(self), "env": dict(self.env), "settings": self.settings.to_json()}
 
     def with_settings(self, **changes: Any) -> RunSpec:
-        """Return the spec with some settings changed.
+        """Return a copy with some settings changed.
 
         Args:
             changes: settings by name.
@@ -71,32 +73,32 @@ class RunSpec:
 
     @property
     def world_size(self) -> int:
-        """How many replicas were launched. Higher ranks were added."""
+        """The number of replicas that were launched. Added replicas have higher ranks."""
         return self.settings.n
 
     @property
     def supervised_restarts(self) -> Restarts | None:
-        """The policy that the replicas' own supervisors go by. None: they restart nothing."""
+        """The restart policy that the supervisors of the replicas apply. None: they restart nothing."""
         return Restarts.of(supervised(self.settings.restarts))
 
     @property
     def is_watched(self) -> bool:
-        """True if a process outside watches the run for as long as its containers run."""
+        """True if another process watches the run as long as its containers run."""
         return self.lease_s is not None and self.lease_name == ATTACHED_LEASE
 
     @property
     def credentials(self) -> dict[str, str]:
-        """Variables that reach the replicas as a secret."""
+        """The variables that are sent to the replicas as secrets."""
         return {} if self.key is None else {RUN_KEY: self.key}
 
 
 @dataclass(frozen=True)
 class StartSpec:
-    """The values that start attempts of some ranks, as one order to a backend.
+    """The values to start attempts of some ranks, for one request to a backend.
 
-    A `RunSpec` travels to supervisors and containers. A `StartSpec` stays in the process that starts them: its
-    entrypoint may be a callable of that process. The launch has one, and each addition has its own, because an addition
-    does not get the secrets of the launch.
+    A `RunSpec` is sent to supervisors and containers. A `StartSpec` stays in the process that starts the ranks, because
+    its entrypoint may be a callable of this process. The launch has one. Each addition has its own, because it does not
+    get the secrets of the launch.
 
     Example:
         backend.start_ranks(StartSpec(spec, "train.py:main", gpu="H100", timeout_s=3600.0))
@@ -113,11 +115,11 @@ class StartSpec:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that are started."""
+        """The ranks to start."""
         return self.spec.ranks
 
     def with_spec(self, **changes: Any) -> StartSpec:
-        """Return the order with fields of its `RunSpec` changed.
+        """Return a copy with fields of its `RunSpec` changed.
 
         Args:
             changes: fields by name.
@@ -128,7 +130,7 @@ class StartSpec:
         return replace(self, spec=replace(self.spec, **changes))
 
     def with_settings(self, **changes: Any) -> StartSpec:
-        """Return the order with some settings changed.
+        """Return a copy with some settings changed.
 
         Args:
             changes: settings by name.

@@ -1,4 +1,4 @@
-"""`Settings`: everything that a user may ask of a launch, in one frozen value with one JSON form."""
+"""`Settings`: every value that a user may set for a launch, in one frozen value with one JSON form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from executors.store.records import FAR_AHEAD, Record, flag, integer, list_of, n
 MAX_WORLD_SIZE = 10_000
 GATHER_S = 600.0
 MAX_STEP = 10**15
-ANY_SEED = 10**100  # no generator takes a larger one
+ANY_SEED = 10**100  # random generators take no larger seed
 TRACKER = re.compile(r"[\w.]{1,200}(:[\w.]{1,200})?")
 NAMES = list_of(text(1000))
 SECONDS = "is a number of seconds"
@@ -32,10 +32,10 @@ SECONDS = "is a number of seconds"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Record):
-    """Everything that a user may ask of a launch and that its record holds. `launch()` describes each in full.
+    """The settings of a launch, as its record contains them. `launch()` describes each of them.
 
-    The entrypoint, its arguments, the environment and the store are in the `LaunchRequest`, beside this value. A part
-    of these is never recorded.
+    The `LaunchRequest` has the entrypoint, its arguments, the environment and the store. Some of these are never
+    recorded.
 
     Example:
         Settings.of(n=4, restarts=3).restarts  # "3"
@@ -271,10 +271,10 @@ class Settings(Record):
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """Return what a user asked for, checked.
+        """Return checked settings for the values that a user gave.
 
         Args:
-            given: settings by name. `restarts` and `hang_timeout` in any form that `launch()` takes.
+            given: settings by name. `restarts` and `hang_timeout` may have any form that `launch()` takes.
 
         Raises:
             TypeError, ValueError: a value is not legal; the message names it.
@@ -297,20 +297,22 @@ class Settings(Record):
 
     @property
     def hang_limits(self) -> HangLimits:
-        """How long a replica may run without progress, and until its first."""
+        """The longest times without progress: at the start, and between two marks of progress."""
         return HangLimits.of(self.hang_timeout, self.start_timeout)
 
     @property
     def pays_for_start(self) -> bool:
-        """True if the time limit is what `max_cost` pays for: it counts from the container's start, with what is
-        installed there."""
+        """True if the time limit follows from `max_cost`.
+
+        It then counts from the start of the container, including the installation of packages.
+        """
         return self.max_cost is not None
 
     def with_(self, **changes: Any) -> Self:
-        """Return these settings with some changed.
+        """Return a copy with some settings changed.
 
         Args:
-            changes: settings by name, in the form that they have here.
+            changes: settings by name, in the form that they have in this class.
 
         Example:
             settings.with_(spares=0)
@@ -318,10 +320,10 @@ class Settings(Record):
         return replace(self, **changes)
 
     def with_hang_limits(self, limits: HangLimits) -> Self:
-        """Return these settings with other limits on hanging.
+        """Return a copy with other limits on hanging.
 
         Args:
-            limits: the limits.
+            limits: the new limits.
 
         Example:
             settings.with_hang_limits(HangLimits.of("2m", "20m"))
@@ -338,7 +340,7 @@ class Settings(Record):
         return {each.name: values[each.name] for each in fields(self) if values[each.name] != each.default}
 
     def check(self) -> None:
-        """Check what a user asked for.
+        """Check the values that a user gave.
 
         Raises:
             TypeError, ValueError: a value is not legal; the message names it.

@@ -63,7 +63,7 @@ def _run(command: list[str], note: Callable[..., None]) -> int:
                 done += sizes.pop(step["name"])
                 note(n_bytes=done, of_bytes=done + sum(sizes.values()))
         code = uv.wait()
-    except BaseException:  # a service that ends the container raises here, and uv would continue
+    except BaseException:  # a service that ends the container raises here; without this, uv would continue
         uv.kill()
         uv.wait()
         raise
