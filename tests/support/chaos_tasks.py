@@ -1,4 +1,4 @@
-"""A small training for replicas that are killed: quick, and with gates that the test opens when it likes."""
+"""A small, quick training for tests that kill replicas. It waits at gates until the test opens them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def train(
         folder: the folder of the gates.
         gates: rounds at whose beginning a replica waits until the test opens `folder/<round>`.
         sharded: cut the mean into shards, as for a large model.
-        options: of DiLoCo.
+        options: options of DiLoCo.
 
     Returns:
         The anchor, bit for bit, and its loss on values that no replica has seen. A perfect model has the loss 0.25.
@@ -44,7 +44,8 @@ def train(
     shards = {"small_bytes": 0, "block_elements": 8} if sharded else {}
     limits = Limits(grace_s=3.0, takeover_after_s=0.5, round_timeout_s=60.0, **shards)
     closed = list(gates)
-    options = {"outer_momentum": 0.5, **options}  # with 0.9 so few rounds end as chance has it
+    # with a momentum of 0.9, the loss after so few rounds would depend on chance
+    options = {"outer_momentum": 0.5, **options}
     with DiLoCo(model, inner_steps=inner_steps, total_steps=steps, _limits=limits, **options) as diloco:
         diloco.attach_state("optimizer", optimizer)
         diloco.attach_state("data", data)
@@ -73,7 +74,10 @@ def pass_gate(folder: str, number: int) -> None:
 
 @contextmanager
 def closed_gates(folder: Path, numbers: Sequence[int]) -> Iterator[Callable[[int], None]]:
-    """Close gates of a training, and yield what opens one of them; at the end all are open."""
+    """Close gates of a training, and yield a function that opens one of them.
+
+    At the end of the block all gates are opened.
+    """
     folder.mkdir()
     with ExitStack() as stack:
         gates = {number: stack.enter_context((folder / str(number)).open("ab")) for number in numbers}

@@ -1,4 +1,4 @@
-"""Running the command as a user does: a process of its own, in a folder that holds the user's file."""
+"""Runs the command as a user does: in a new process, in a folder with the user's file."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from executors.testing import eventually
 
 COMMAND = [sys.executable, "-m", "executors.cli"]
 COMMAND_OF = cache(typer.main.get_command)
-"""Typer reads the signatures of all verbs: longer than what most of them do."""
-SIZES = ("COLUMNS", "LINES")  # set by the test runner; they would win over the size of the terminal
-FAST = ("--option", "preload=[]", "--option", "term_grace_s=0.5")  # without torch, and patient for half a second
+"""Cached, because typer reads the signatures of all verbs, which takes longer than most verbs themselves."""
+SIZES = ("COLUMNS", "LINES")  # the test runner sets these variables, which would override the size of the terminal
+# without an import of torch, and with half a second between SIGTERM and SIGKILL
+FAST = ("--option", "preload=[]", "--option", "term_grace_s=0.5")
 
 JOB = """
 import os, signal, time
@@ -129,7 +130,7 @@ class Folder:
         assert "Traceback" not in done.stderr, done.stderr
         return Result(
             done.returncode, done.stdout, re.sub(r"(?m)^Preparing .* …\n", "", done.stderr)
-        )  # when it is slow
+        )  # this line appears only on a slow machine
 
     def launch(self, entrypoint: str, *arguments: object, n: int = 2, **environ: str) -> Result:
         """Launch with the local backend, quickly."""
@@ -137,7 +138,7 @@ class Folder:
 
     @contextmanager
     def started(self, *arguments: object) -> Iterator[Started]:
-        """Start the command and continue meanwhile."""
+        """Start the command, and return while it runs."""
         output = self.path / f"output-{os.urandom(4).hex()}"
         with open(output, "wb") as file:
             process = subprocess.Popen(
@@ -157,7 +158,7 @@ class Folder:
 
 
 class Started:
-    """A call of the command that has not ended."""
+    """A running call of the command."""
 
     def __init__(self, process: subprocess.Popen[bytes], output: Path) -> None:
         self._process = process
@@ -169,26 +170,26 @@ class Started:
         return self._output.read_text()
 
     def prints(self, text: str) -> None:
-        """Wait until it has printed a text."""
+        """Wait until the command has printed a text."""
         eventually(lambda: text in self.output or self._process.poll() is not None, text)
         assert text in self.output, self.output
 
     def interrupt(self, number: int = signal.SIGINT) -> None:
-        """Send a signal to the command alone, as a terminal's Ctrl-C or a service manager does."""
+        """Send a signal to the command's process only, as a service manager does."""
         self._process.send_signal(number)
 
     def ends(self) -> int:
-        """Wait for its end and return the exit code, as a shell would.
+        """Wait for the end of the command, and return the exit code as a shell would.
 
-        Python ends a process by the signal if that interrupts an `exec` of source, as in the import of a dataclass. The
-        process's own exit code is then lost. To a shell that is the same.
+        If a signal interrupts an `exec` of source code, as in the import of a dataclass, Python ends by that signal.
+        The process's own exit code is then lost. A shell reports the same number in both cases.
         """
         code = self._process.wait(60)
         return 128 + signal.SIGINT if code == -signal.SIGINT else code
 
 
 class Terminal:
-    """The command on a terminal of its own."""
+    """The command on a new terminal."""
 
     def __init__(self, folder: Folder, *arguments: object, width: int = 90, height: int = 24) -> None:
         self._ours, theirs = pty.openpty()
@@ -207,7 +208,7 @@ class Terminal:
         self.raw = ""
 
     def shows(self, text: str) -> None:
-        """Wait until a text was shown."""
+        """Wait until the terminal has shown a text."""
         eventually(lambda: text in self._read() or self._process.poll() is not None, text)
         assert text in self._read()
 
@@ -243,14 +244,15 @@ class Terminal:
 
 
 class HereInstead:
-    """The command called in the process of the test: quicker, where no signal, stream or import is tested."""
+    """The command, called in the process of the test. It is quicker, for tests without signals, streams and imports."""
 
     def __init__(self, folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder = folder
         self._monkeypatch = monkeypatch
         self._capsys = capsys
         monkeypatch.chdir(folder.path)
-        monkeypatch.setattr("executors.cli.output.QUIET_S", 600.0)  # a slow machine gets no word more than a quick one
+        # so that a slow machine prints no more lines than a quick one
+        monkeypatch.setattr("executors.cli.output.QUIET_S", 600.0)
 
     def replicas(self, *arguments: object) -> Result:
         """Call the command."""

@@ -1,4 +1,4 @@
-"""Reads the log of a run of DiLoCo from its objects alone, by ADRs 0034 and 0037, with nothing of ours imported.
+"""Reads the log of a run of DiLoCo from its stored objects, by ADRs 0034 and 0037, without importing this project.
 
 Each mean is computed again from the contributions that its seal names, each anchor from the mean that is stored.
 """
@@ -19,7 +19,7 @@ from xxhash import xxh3_128
 
 Floats = npt.NDArray[np.float32]
 Objects = Mapping[str, bytes]
-"""By key, without the `<run>/diloco/<name>/` that all have in common."""
+"""The objects by key, without the common prefix `<run>/diloco/<name>/`."""
 F32 = np.float32
 
 
@@ -28,7 +28,7 @@ class Proof(NamedTuple):
 
     key: bytes | None = None
     prefix: str = ""
-    """The beginning of the names of all objects in the store."""
+    """The prefix of all keys in the store."""
 
     def of_head(self, name: str, text: bytes) -> bytes:
         if self.key is None:
@@ -46,7 +46,7 @@ class Frame(NamedTuple):
     head: dict[str, Any]
     digest: str
     end: int
-    """The end of the padded head, unless the record has another one."""
+    """The end of the padded head, if the record does not give another one."""
 
 
 def frame(data: bytes, name: str, proof: Proof) -> Frame:
@@ -128,17 +128,17 @@ def encoded(wire: str, values: Floats) -> bytes:
 
 
 class Part(NamedTuple):
-    """Whole blocks of a payload."""
+    """A range of whole blocks of a payload."""
 
     first: int
-    """Number of its first element."""
+    """The number of the first element."""
     sizes: list[int]
     """Elements of each block."""
     blocks: list[bytes]
 
 
 class Run:
-    """The log of one run, read from its first state on."""
+    """The log of one run, from its first state on."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Run:
         self._proof = proof
         self._block = block_elements
         self.read: set[str] = set()
-        """Keys of what was read so far."""
+        """The keys that were read so far."""
         start = self._frame("snapshot/0").head
         self.contract = contract = start["contract"]
         self.position = start["first"]
@@ -169,7 +169,8 @@ class Run:
         has_momentum = contract["outer_momentum"] != 0
         self.momenta = [np.zeros(n if has_momentum else 0, F32) for n in contract["stepped"]]
         for names, momentum in zip(self.names, self.momenta, strict=True):
-            if stepped := [name for name in names if f"momentum/{name}" in tensors]:  # from the run before this one
+            # the state is from the run that this run continues
+            if stepped := [name for name in names if f"momentum/{name}" in tensors]:
                 momentum[:] = self._flat(tensors, "momentum", stepped)
         assert start["state"] == [self.state(index) for index in range(contract["fragments"])]
 
@@ -207,11 +208,11 @@ class Run:
 
     @property
     def rests(self) -> list[int]:
-        """The rounds after which a replica kept what its model has beside the anchor."""
+        """The rounds after which a replica stored the tensors of its model that are not in the anchor."""
         return sorted(int(key.removeprefix("rest/")) for key in self._objects if key.startswith("rest/"))
 
     def rest(self, entry: int) -> dict[str, Any]:
-        """Return the kept tensors by name. A tensor whose type numpy lacks is returned as its bits."""
+        """Return these stored tensors by name. If numpy does not have the type of a tensor, its bits are returned."""
         data, found = self._get(f"rest/{entry}"), self._frame(f"rest/{entry}")
         assert found.head["rank"] in range(10**6)
         assert self._proof.digest(data[found.end :]) == found.head["digest"]
@@ -231,7 +232,7 @@ class Run:
         return dict(zip(self.names[fragment], parts, strict=True))
 
     def __iter__(self) -> Iterator[int]:
-        """Go through the log; yield each entry when it was applied."""
+        """Apply the entries of the log in order, and yield each one after it was applied."""
         while f"seal/{self.position}" in self._objects:
             self._check_snapshot()
             self._apply(self.position)
@@ -263,7 +264,7 @@ class Run:
         # [nonce, attempt, weight, digest of the contribution's head, in phase]
         weights = {int(rank): member[2] for rank, member in seal.head["replicas"].items() if member[2] > 0}
         if not weights:
-            return  # no replica brought any work
+            return  # no replica sent any work
         n = len(self.anchors[fragment])
         n_blocks, n_shards = -(-n // self._block), seal.head["shards"]
         mean = []
@@ -288,7 +289,7 @@ class Run:
         self._step(entry, fragment, np.concatenate(mean))
 
     def _cut(self, payload: bytes, wire: str, n_elements: int, first: int, end: int) -> Part:
-        """Cut whole blocks of a payload, of which the first is given."""
+        """Return a range of whole blocks of a payload, from a given block on."""
         sizes = [min(self._block, n_elements - block * self._block) for block in range(first, end)]
         blocks, at = [], 0
         for n in sizes:
@@ -300,7 +301,7 @@ class Run:
     def _means(
         self, entry: int, seal: Mapping[str, Any], weights: Mapping[int, float], first: int, end: int
     ) -> Iterator[Floats]:
-        """Yield the mean of each of some blocks, computed from what was sent."""
+        """Yield the mean of each block in a range, computed from the contributions."""
         n = len(self.anchors[entry % len(self.names)])
         total = math.fsum(weights.values())
         sent = {rank: self._contribution(entry, rank, seal["replicas"][str(rank)], n) for rank in sorted(weights)}

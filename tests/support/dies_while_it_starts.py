@@ -1,4 +1,4 @@
-"""Preloaded into the process that forks replicas: kills the launcher in the middle of a start.
+"""Kills the launcher in the middle of a start. Tests preload this module into the process that forks replicas.
 
 `REPLICAS_TEST_DIES` names a method of `LocalStarter`, the number of the call, and the processes to kill, as in "start 1
 launcher supervisor".

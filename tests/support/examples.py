@@ -1,4 +1,4 @@
-"""Scripts of `examples/` as modules, for tests of what is inside them."""
+"""Loads scripts of `examples/` as modules, so that tests can call their functions."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def load_example(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
-    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)  # dataclasses look for their module there
+    # dataclasses look for their module in `sys.modules`
+    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

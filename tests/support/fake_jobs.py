@@ -1,4 +1,4 @@
-"""FakeExecutor and FakeJobs: a service that runs jobs as local processes, and fails when a test asks for it."""
+"""FakeExecutor and FakeJobs: a service that runs jobs as local processes, with faults that a test plans."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FakeJob:
     job: JobSpec
     log: Path
     process: subprocess.Popen[bytes] | None = None
-    """None while it waits for a machine."""
+    """The process of the job. None: the job waits for a machine."""
     has_ended: bool = False
     reason: Reason | None = None
     """The reason why the job ended. None: it ended by itself."""
@@ -77,12 +77,12 @@ class Fault:
 
 @dataclass
 class Machines:
-    """The state that all `FakeJobs` of one account share: its jobs, and the faults that will happen."""
+    """The state that all `FakeJobs` of one account share: its jobs and the planned faults."""
 
     folder: Path
     jobs: list[FakeJob] = field(default_factory=list)
     calls: list[tuple[str, int | None]] = field(default_factory=list)
-    """The name of each call, and its rank."""
+    """The name and the rank of each call so far."""
     is_held: bool = False
     """True if jobs wait for a machine until `release`."""
     lists_jobs: bool = False
@@ -90,7 +90,7 @@ class Machines:
     starts_together: bool = False
     """True if one answer has all jobs of a run, and one call starts all jobs of a group."""
     hides: Callable[[JobKey], int] = lambda key: 0
-    """Returns how many of the newest jobs of a key are not in lists yet."""
+    """Returns the number of the newest jobs of a key that lists do not show yet."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     _faults: dict[str, list[Fault]] = field(default_factory=dict)
 
@@ -112,7 +112,7 @@ class Machines:
             times: how many calls fail. None: all calls until `forgive`.
             after_applying: True: act first, so that only the answer is lost.
             rank: the rank. None: any rank.
-            when: only calls for which it returns True fail. It may wait, and other calls continue.
+            when: a condition; only calls for which it returns True fail. It may wait while other calls continue.
         """
         assert call in CALLS
         self._faults.setdefault(call, []).append(Fault(kind, times, after_applying, rank, when))
@@ -288,7 +288,7 @@ class FakeJobs(JobService):
         return {"command": shortened(job.command), "env": masked(job.env), **more}
 
     def _call(self, call: str, rank: int | None, act: Callable[[], T]) -> T:
-        """Do what a call asks for, unless a fault hits it."""
+        """Execute a call, unless a fault hits it."""
         fault = self.machines.take(call, rank)
         if fault is None:
             return act()
@@ -347,7 +347,7 @@ class FakeExecutor(JobExecutor):
     needs_shared_rendezvous = False
     recordable_options: ClassVar[Recordable] = {}
     machines: ClassVar[Machines]
-    """The machines of the present test."""
+    """The machines of the current test."""
 
     def __init__(self) -> None:
         listing = ListingFakeJobs if self.machines.lists_jobs else FakeJobs
@@ -369,7 +369,7 @@ def launched(machines: Machines, n: int, run_id: str = "otter") -> Run:
 
 
 def attached() -> Run:
-    """Find the run as another process would."""
+    """Return the run as another process would find it."""
     return attach("otter", executor=FakeExecutor())
 
 

@@ -11,7 +11,7 @@ from executors.store import Buffer, Data, Entry, Produce, Store, StreamingStore
 from executors.store.protocol import buffers_of
 
 PIECE_BYTES = 128 << 10
-"""Transfers that are under way together take turns at it."""
+"""Bytes of one piece. Transfers at the same time take turns after each piece."""
 
 T = TypeVar("T")
 
@@ -21,13 +21,13 @@ class Line:
 
     def __init__(self, bytes_per_s: float) -> None:
         self.n_bytes = 0
-        """All that has passed, or is passing."""
+        """The bytes that have passed or are passing."""
         self._bytes_per_s = bytes_per_s
         self._free_s = 0.0
         self._lock = threading.Lock()
 
     def take(self, n_bytes: int, from_s: float) -> float:
-        """Take the line for as long as some bytes need, from when it is free; return the time when they are through."""
+        """Occupy the line for some bytes as soon as it is free, and return the time at which they have passed."""
         with self._lock:
             self.n_bytes += n_bytes
             self._free_s = max(self._free_s, from_s) + n_bytes / self._bytes_per_s
@@ -41,7 +41,8 @@ class Line:
 
 
 class FarStore:
-    """A store behind a link. Each process has its own link. Replicas that are threads have a link each, too.
+    """A store behind a link. Each process has its own link. If replicas are threads, each of them has its own link,
+    too.
 
     An answer begins after `latency_s`, and then its bytes pass. An object exists when its last byte has passed. The
     store is not a `FileStore`, so DiLoCo reads several objects at a time, and polls instead of waiting for changes.
@@ -106,7 +107,7 @@ class FarStore:
 
 
 class FarStreamingStore(FarStore):
-    """The same of a store that takes objects while they are being made: a piece travels while the next one is made."""
+    """A `FarStore` that streams: a piece of an object is sent while the next piece is computed."""
 
     store: StreamingStore
 

@@ -1,4 +1,4 @@
-"""Ways in which a process makes no progress, and ranks that go into them, watched as a supervisor watches them."""
+"""Ways in which a process can hang, and ranks that hang in each of them under a watchdog like a supervisor's."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def poll_for_ever() -> None:
 
 
 def wait_for_a_child_that_waits() -> None:
-    """Fork while a lock is held: the child waits for it for ever, as a library does whose thread held it."""
+    """Fork while another thread holds a lock.
+
+    The child waits for the lock forever, as happens in libraries with threads.
+    """
     lock = threading.Lock()
     lock.acquire()
     pid = os.fork()
@@ -81,7 +84,7 @@ def wait_for_a_child_that_waits() -> None:
 
 
 def wait_for_a_worker_that_waits() -> None:
-    """Be a data loader whose worker process reads from a pipe without a writer."""
+    """Hang like a data loader whose worker process reads from a pipe without a writer."""
     asked, answered = multiprocessing.Pipe(), multiprocessing.Pipe()
     worker = multiprocessing.get_context("fork").Process(target=asked[1].recv, daemon=True)
     worker.start()
@@ -110,14 +113,14 @@ HANGS: Mapping[str, Callable[[], None]] = {
     "import": import_a_module_that_waits,
 }
 COMPUTES = ("regular expression", "loop")
-"""Those that keep a processor busy: from outside they look like work."""
+"""The hangs that keep a processor busy, so they look like work from outside."""
 SHORT = Defaults(idle_s=4.0, unknown_idle_s=8.0, active_s=14.0, call_s=4.0, kill_after_s=2.0)
 """Shortened defaults: an active rank may continue for longer than an idle rank."""
 
 
 @dataclass
 class Watched:
-    """A rank in a process of its own, and what its supervisor saw."""
+    """A rank in a separate process, and the observations of its supervisor."""
 
     page: SharedPage
     pid: int
@@ -125,11 +128,11 @@ class Watched:
     reports: list[WatchdogReport] = field(default_factory=list)
     exit_code: int | None = None
     ended_at: float = math.inf
-    """By `time.monotonic`."""
+    """The time of the end, by `time.monotonic`."""
 
 
 def start(entrypoint: Callable[[Replica], None], limits: str, defaults: Defaults = SHORT) -> Watched:
-    """Fork a rank that is watched; it leaves with 3 after HangError, with 4 after another exception."""
+    """Fork a watched rank. Its exit code is 3 after HangError, and 4 after another exception."""
     page = SharedPage()
     pid = os.fork()
     if pid == 0:
@@ -141,7 +144,7 @@ def start(entrypoint: Callable[[Replica], None], limits: str, defaults: Defaults
         except BaseException as error:  # noqa: BLE001 - of a process that ends here
             code = 3 if type(error).__name__ == "HangError" and str(error) == page.diagnosis else 4
         finally:
-            kill_descendants(os.getpid())  # as the worker does when it leaves
+            kill_descendants(os.getpid())  # the worker does the same when it ends
             os._exit(code)
     watchdog = Watchdog(
         page,
@@ -157,7 +160,7 @@ def start(entrypoint: Callable[[Replica], None], limits: str, defaults: Defaults
 
 
 def watch(ranks: list[Watched], *, for_s: float = 60.0) -> None:
-    """Be their supervisor until all have ended, or so long."""
+    """Act as the supervisor of some ranks until all have ended, or until a time limit."""
     began = time.monotonic()
     while time.monotonic() - began < for_s and (living := [rank for rank in ranks if rank.exit_code is None]):
         time.sleep(0.01)

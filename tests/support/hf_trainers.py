@@ -1,6 +1,6 @@
-"""A Trainer of transformers with a DiLoCo beside it, and who looks on.
+"""A Trainer of transformers with DiLoCo, and callbacks that watch it.
 
-A replica is killed here by an error in the midst of training: what it leaves in the store is what a kill leaves.
+An error in the middle of training stands for a kill: it leaves the same objects in the store.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from diloco.trainers.hf import DiLoCoCallback  # noqa: E402
 WARNINGS = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata's, of torch
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata is a package of the torch project
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true"),
 ]
 N_ITEMS, STEPS, INNER = 26, 24, 4
@@ -37,7 +37,7 @@ class Killed(Exception):
 
 
 class Model(nn.Module):
-    """Notes which items it is trained on."""
+    """A model that records the items on which it is trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Stream(torch.utils.data.IterableDataset[dict[str, float]]):
 
 
 class Watch(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-    """Looks on, and ends the training at a step as a kill would."""
+    """Watches the training, and ends it at a step as a kill would."""
 
     def __init__(self, ours: Any, dies_at: int | None = None, notice_at: int | None = None) -> None:
         self.ours = ours
@@ -111,7 +111,7 @@ def trainer(
     folder: Path, store: Any, options: Mapping[str, Any] = NONE, *, dies_at: int | None = None,
     notice_at: int | None = None, data: Any = ITEMS, **more: Any,
 ) -> Any:  # fmt: skip
-    met = {} if store is None else place(store)  # else where its replica is
+    met = {} if store is None else place(store)  # otherwise in the folder of its replica
     ours = DiLoCoCallback(inner_steps=INNER, outer_lr=1.0, outer_momentum=0.0, **met, **options)
     made = transformers.Trainer(
         Model(), arguments(folder, **more), train_dataset=data, eval_dataset=ITEMS[:4], callbacks=[ours]

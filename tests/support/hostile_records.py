@@ -18,7 +18,7 @@ ANSI = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp.exe\x00\r"
 
 
 def task_json(record: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A task as it was launched with a record, but for the changes."""
+    """Return a task that fits the record of a run, with changes."""
     launched_with = {name: value for name, value in record.items() if name in LAUNCHED_WITH}
     whole = {"python": "3.12", "entrypoint": "os:getcwd", "args": {}, "launched_with": launched_with}
     return {**whole, **changes}
@@ -56,7 +56,7 @@ NO_OBJECTS = {
     "an integer of a million digits": b'{"created_at": ' + b"9" * 1_000_000 + b"}",
     "three megabytes": json.dumps(run_json(cwd=LONG)).encode(),
 }
-"""Objects that are refused, whatever record is read from them."""
+"""Objects that every parser of records must refuse."""
 
 BAD_FIELDS: dict[str, list[Any]] = {
     "n": ["four", 10**7, 10_001, -1, 0, True, 2.5, None, [2], {"n": 2}, float("nan"), float("inf")],
@@ -75,7 +75,7 @@ BAD_FIELDS: dict[str, list[Any]] = {
     "detach": ["yes", 1],
     "code": ["git", 5],
 }
-"""Fields of `run.json`, and values that each of them refuses by its name."""
+"""Fields of `run.json`, and for each field values that must be refused with an error that names the field."""
 
 BAD_RUNS = {
     **NO_OBJECTS,
@@ -148,14 +148,15 @@ BAD_DECISIONS = {
     },
     "a megabyte": json.dumps({"kind": "stop", "color": "x" * 10**6}).encode(),
 }
-"""Entries of the log of decisions, each of which is refused by its key."""
+"""Entries of the decision log that must be refused with an error that names their key."""
 LYING_DECISIONS: list[dict[str, Any]] = [
     {"kind": "restart", "rank": 10**6, "ended": 0, "start": {"1000000": 9999}, "words": ANSI, "at": 1e10},
     {"kind": "give_up", "rank": 0, "ended": 9999, "why": ANSI, "words": ANSI, "reason": "x"},
     {"kind": "stop", "within_s": 1e11, "not_before": 1e11, "why": "asked", "reached": {"step": 1e299}},
     {"kind": "resume", "start": {str(rank): 10_000 for rank in range(20_000)}},
     {"kind": "restart", "rank": 0, "ended": 0, "start": {"0": 10_000}, "not_before": 1e11, "words": ANSI},
-    {"kind": "restart", "rank": 0, "ended": 5, "start": {}},  # which starts nothing, and yet answers
+    # it names no attempt to start, but would count as the decision about an end
+    {"kind": "restart", "rank": 0, "ended": 5, "start": {}},
     {"kind": "cancel"},
 ]
 
@@ -181,7 +182,7 @@ BAD_HANDLES = {
         }.items()
     },
 }
-"""Handles of the local backend that are refused when they are used."""
+"""Handles of the local backend that must be refused when they are used."""
 
 ODD_BEATS = {
     **{name: data for name, data in NO_OBJECTS.items() if name != "deep inside"},
@@ -196,7 +197,7 @@ HOSTILE_WARNINGS = {
     "too many": json.dumps({"warnings": [{"text": "x", "at": 1, "last_at": 1, "count": 1}] * 65}).encode(),
     "a text that is too long": json.dumps({"warnings": [{"text": LONG, "at": 1, "last_at": 1, "count": 1}]}).encode(),
 }
-"""Records of warnings that are refused by their key."""
+"""Records of warnings that must be refused with an error that names their key."""
 LYING_WARNINGS = {
     "warnings": [
         {"text": ANSI + "<script>alert(1)</script>" + str(n), "at": 1e10, "last_at": 1e10, "count": 2**53}
@@ -204,13 +205,13 @@ LYING_WARNINGS = {
     ],
     "left_out": 2**53,
 }
-"""Warnings that try to be obeyed by what shows them."""
+"""Warnings whose text tries to control the terminal or page that shows them."""
 
 LYING_BEATS = {
     "reports that are not numbers": {"at": 1.7e9, "loss": ANSI, "step": [1], "round": {}, "round_s": True},
     "numbers that are too large": {"at": 1.7e9, "loss": 10**400, "step": float("inf"), "round": float("nan")},
 }
-"""Heartbeats of which the part that makes sense is shown."""
+"""Heartbeats with wrong fields. Their correct fields must be shown."""
 
 BAD_TASK_FIELDS: dict[str, dict[str, Any]] = {
     "an entrypoint that is none": {"entrypoint": ["os:system"]},
@@ -240,7 +241,7 @@ ODD_ARTIFACTS = [
     "red\x1b[31m",
     "two\nlines",
     "right\u202eto-left",
-    "taken",  # and "taken/below", which cannot both be files
+    "taken",  # also "taken/below": both cannot be files
     "z" * 300,
 ]
 
@@ -256,7 +257,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "a namespace that is a path": {"backend": "hf", "executor_options": {"namespace": "../models"}},
     "a name that is none": {"backend": "modal", "executor_options": {"app_name": ["a"]}},
 }
-"""Runs whose records ask for code, or for what is ours."""
+"""Runs whose records try to run code, or to reach files and objects of the reader."""
 
 SHOWN: dict[str, Any] = {
     "created_by": ANSI,

@@ -1,4 +1,4 @@
-"""A hostile owner of a bucket, and a user who looks into the bucket and must not be harmed."""
+"""A hostile owner of a bucket, and a victim: a user who reads that bucket and must not be harmed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VERBS: dict[str, tuple[str, ...]] = {
     "collect --out": ("--timeout", "0.1", "--out", "brought"),
     "cancel": (),
     "resume": (),
-    "rm": (),  # last: it removes the run
+    "rm": (),  # this verb comes last, because it removes the run
 }
 WITH_TRUST = {"resume --trust-bucket": ("--trust-bucket",), **VERBS}
 """The commands that must not start anything, even with --trust-bucket."""
@@ -124,16 +124,16 @@ class Executor:
 
 
 def each_case(owner: Owner, cases: Iterable[str]) -> Iterator[str]:
-    """Go through cases, each in a store that is empty again but for a good run; a failure names its case."""
+    """Yield cases. For each case the store contains only a good run. A failure names its case."""
     for case in cases:
         owner.clear()
         write_good_run(owner)
-        print(f"the case {case!r}:")  # shown where it fails
+        print(f"the case {case!r}:")  # pytest shows this line if the case fails
         yield case
 
 
 def write_run(owner: Owner, run_id: str = "bad", **changes: Any) -> None:
-    """Write the record of a run, and a task that vouches for it: both are theirs."""
+    """Write a hostile record of a run, and a hostile task with the same content, so that the two agree."""
     record = run_json(**changes)
     if "task_digest" not in changes:
         task = json.dumps(task_json(record)).encode()
@@ -149,7 +149,9 @@ def write_good_run(owner: Owner) -> None:
 
 
 def is_refused(told: Result, *words: str) -> bool:
-    """One clear error: a line or few, no traceback, and the exit code of a mistake."""
+    """Check that the command printed one clear error of few lines, without a traceback, and with the exit code of a
+    user's mistake.
+    """
     assert told.code in (1, 2), told
     lines = [line for line in told.stderr.splitlines() if not line.startswith("replicas: trusting ")]
     assert lines[0].startswith("Error: "), told
@@ -160,7 +162,7 @@ def is_refused(told: Result, *words: str) -> bool:
 
 
 def python_api(owner: Owner, run_id: str = "bad") -> None:
-    """Call all that a `Run` offers: it answers, or raises one of our errors."""
+    """Call each method of a `Run`. Each must return, or raise an error of this project."""
     calls: list[Callable[[Any], Any]] = [
         repr,
         lambda run: view_of(run).record,

@@ -1,4 +1,4 @@
-"""Short ways to ask the local Hub for what the tests ask for most, all through the real client."""
+"""Short forms of the most common requests to the local Hub, through the real client."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from servers.hub.server import HubServer
 
 
 class Client:
-    """The real client, with its token, in its own namespace."""
+    """The real client, with a token and a namespace."""
 
     def __init__(self, hub: HubServer) -> None:
         self.api = HfApi(endpoint=hub.endpoint, token=hub.token)
@@ -37,5 +37,5 @@ class Client:
         self.api.cancel_job(job_id=job.id, namespace=self.namespace)
 
     def listed(self, **options: Any) -> list[str]:
-        """Return the ids of the jobs that a listing gives."""
+        """Return the ids of the jobs in a listing."""
         return [job.id for job in self.api.list_jobs(namespace=self.namespace, **options)]

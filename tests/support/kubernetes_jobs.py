@@ -1,4 +1,4 @@
-"""Jobs for the calls to Kubernetes, and waiting for them."""
+"""Makes Kubernetes jobs for tests, and waits for them."""
 
 from __future__ import annotations
 

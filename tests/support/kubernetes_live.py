@@ -18,7 +18,7 @@ from executors.backends.kubernetes_manifest import selector_of
 from executors.backends.kubernetes_pods import INDEX, JOB_NAME
 from executors.testing import eventually
 
-PATIENCE_S = 900.0  # the queue of a cluster and the image come first
+PATIENCE_S = 900.0  # seconds; a pod first waits in the cluster's queue and for its image
 
 
 class LiveCluster:
@@ -55,7 +55,8 @@ class LiveCluster:
     def evict(self, job_id: JobId) -> None:
         """Evict the pod of a job as `kubectl drain` does, and watch it until it is gone.
 
-        The pod's condition names the eviction, and is deleted with the pod. So this process reads it before.
+        The pod's condition names the eviction, and is deleted with the pod. So this process reads the condition before
+        that.
         """
         if not self.may("create", "pods/eviction"):
             pytest.skip("this account may not create pods/eviction: nothing can be evicted")

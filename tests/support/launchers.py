@@ -1,6 +1,6 @@
 """Launchers as separate processes, which tests may kill: `python launchers.py <name> …`.
 
-Each launcher writes into a file what it has launched, so that the test finds the run and its processes.
+Each launcher writes the run and its processes into a file, so that the test finds them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def say_launched(folder: str, run: Run, **more: object) -> None:
 
 
 def hang_attached(folder: str) -> None:
-    """Launch replicas with helpers, deaf to SIGTERM, and wait."""
+    """Launch replicas that have helper processes and ignore SIGTERM, and wait."""
     for rank in range(2):
         Path(folder, str(rank)).mkdir()
 
@@ -45,7 +45,7 @@ def hang_attached(folder: str) -> None:
 
 
 def hang_beside_a_helper(folder: str) -> None:
-    """The same, with a helper that was forked while everything was open, and outlives this process."""
+    """Launch such replicas, and fork a helper that inherits all open files and outlives this process."""
     run = launch(executor(), tasks.hang, 2, args={"path": f"{folder}/replica"})
     helper = os.fork()
     if helper == 0:
@@ -82,7 +82,7 @@ def hang_in_a_bucket(folder: str, url: str) -> None:
 
 
 def restart_attached(folder: str) -> None:
-    """Launch replicas of which one dies and waits long for its next attempt."""
+    """Launch replicas. One of them dies, and waits for a long time until its next attempt."""
     args = {"folder": folder}
     run = launch(executor(), restart_tasks.die_and_hang, 2, args=args, restarts="3,backoff=600s:600s")
     say_launched(folder, run)
@@ -90,7 +90,7 @@ def restart_attached(folder: str) -> None:
 
 
 def fail_apart(folder: str) -> None:
-    """Launch replicas that fail again and again, each in its own way, and end with the run."""
+    """Launch replicas that fail repeatedly, each in another way, and end when the run ends."""
     kinds = ["exit", "exception"]
     run = launch(executor(), restart_tasks.end_always, 2, args={"kinds": kinds}, restarts="3,backoff=0.05s:0.1s")
     say_launched(folder, run)
@@ -98,7 +98,7 @@ def fail_apart(folder: str) -> None:
 
 
 def launch_from_a_thread_that_ends(folder: str) -> None:
-    """The thread that launches is gone long before the run is: that must end nothing."""
+    """Launch from a thread that ends long before the run. That must not end the replicas."""
     import threading
 
     launched = []
@@ -120,7 +120,9 @@ def launch_and_end(folder: str, detach: str = "") -> None:
 
 
 def returns_with_the_results(folder: str) -> None:
-    """End right after `results()`, while the replicas' processes are still on their way out, longer than any grace."""
+    """End right after `results()`, while the replicas' processes still run their exit handlers, for longer than any
+    grace.
+    """
 
     def entrypoint(folder: str) -> str:
         import atexit
@@ -139,7 +141,7 @@ def returns_with_the_results(folder: str) -> None:
 
 
 def interrupted_while_waiting(folder: str) -> None:
-    """Take Ctrl-C in `wait()`, and then look at the run."""
+    """Get Ctrl-C in `wait()`, and then read the state of the run."""
     run = launch(executor(), tasks.hang, 1, args={"path": f"{folder}/replica"})
     say_launched(folder, run)
     try:
@@ -151,7 +153,7 @@ def interrupted_while_waiting(folder: str) -> None:
 
 
 def interrupted_while_launching(folder: str) -> None:
-    """Take Ctrl-C while `launch()` starts many replicas, and live on, as a notebook does."""
+    """Get Ctrl-C while `launch()` starts many replicas, and continue, as a notebook does."""
     args = {"path": f"{folder}/replica"}
     with (
         contextlib.suppress(KeyboardInterrupt),
@@ -188,7 +190,7 @@ def attach_cancel_and_collect(folder: str, run_id: str) -> None:
 
 
 def resume_each_that_is_named() -> None:
-    """Resume the runs that stdin names, each the moment its line comes, and say what became of it."""
+    """Resume each run that stdin names as soon as its line arrives, and print the result."""
     from executors import attach
     from executors.errors import ReplicasError
     from executors.run.resume import resume
@@ -204,7 +206,7 @@ def resume_each_that_is_named() -> None:
 
 
 def resume_and_die(run_id: str, dies: str) -> None:
-    """Resume a run, and be killed in the middle of it: see `dies_while_it_starts`."""
+    """Resume a run, and get killed in the middle of the resume: see `dies_while_it_starts`."""
     from executors import attach
     from executors.run.resume import resume
 
@@ -219,7 +221,7 @@ def resume_and_die(run_id: str, dies: str) -> None:
 
 
 def launch_and_die_before_any_replica(run_id: str) -> None:
-    """Write a run, and be killed before its first replica is started."""
+    """Write a run, and get killed before its first replica is started."""
     import signal
     from typing import Any
 

@@ -1,4 +1,4 @@
-"""Preloaded into the process that forks replicas: what runs at exit may take two seconds there."""
+"""Limits exit handlers of replicas to two seconds. Tests preload this module into the process that forks replicas."""
 
 from __future__ import annotations
 

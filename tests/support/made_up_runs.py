@@ -1,6 +1,6 @@
-"""Made-up runs to look at: calm, with kills and a resume, large, failed at once, without DiLoCo, and hostile.
+"""Invents runs for tests of pages: calm, with kills and a resume, large, failed at once, without DiLoCo, and hostile.
 
-Their rows are what replicas would have written, from a small model of training: time is made up, too.
+Their rows come from a small model of training, and look as if replicas had written them. Times are invented, too.
 
     python -m support.made_up_runs DIR      (with `tests` in PYTHONPATH) writes the page of each
 """
@@ -26,7 +26,7 @@ from support.new_runs import run_json
 BEGAN_AT = 1_790_000_000.0
 STEP_S = 0.1
 ELEMENTS = 750_000
-PAYLOAD = 3_000_000  # bytes of a round; in int8 they would be fewer
+PAYLOAD = 3_000_000  # bytes of a round in fp32
 HOSTILE = (
     "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 2'>\x1b[31m\x1b]0;title\x07\u202e"
 )
@@ -42,25 +42,25 @@ ValueError: no shard 'corpus-0003'
 
 @dataclass
 class Scene:
-    """A run as it is made up: `rounds` rounds of `inner` steps by `n` replicas."""
+    """The description of an invented run: `rounds` rounds of `inner` steps by `n` replicas."""
 
     n: int = 4
     rounds: int = 60
     inner: int = 10
     slow: Mapping[int, float] = field(default_factory=dict)
-    """By rank, how many times as long a step takes."""
+    """For slow ranks, the factor by which a step takes longer."""
     killed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """By rank, in which rounds it is killed; it is resumed two rounds later, but the third time."""
+    """For each rank, the rounds in which it is killed. It is resumed two rounds later, except after the third kill."""
     more: Callable[[float], dict[str, float]] = lambda step: {}
-    """The numbers that are reported besides step and loss."""
+    """Returns the numbers that are reported at a step in addition to step and loss."""
     every: int = 1
     """The number of steps between two reports."""
     overlap: int = 0
-    """The number of steps that are made during a round, whose contributions are int8. 0: rounds wait."""
+    """The number of steps that are made during a round, with contributions in int8. 0: training waits for rounds."""
 
 
 def made_up(scene: Scene, run_id: str = "made-up-run", seed: int = 0, **record: Any) -> Subject:
-    """Make a run up."""
+    """Invent a run."""
     rng = random.Random(seed)
     rows: list[Row] = []
     spans: list[AttemptSpan] = []
@@ -203,7 +203,7 @@ def subject(
 
 
 def calm() -> Subject:
-    """Four replicas alike, and nothing happens."""
+    """Four equal replicas without any incident."""
     return made_up(
         Scene(more=lambda step: {"lr": 3e-4 * min(1, step / 100), "eval_loss": 5 / (1 + step / 200)}), "calm-otter-7f3a"
     )

@@ -1,4 +1,4 @@
-"""Looking behind the Modal executor's back, on either of the SDK's back ends."""
+"""Asks the local Modal server directly, without the executor, on both of the SDK's back ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from servers.modal.server import ModalServer
 
 
 def of_backend(rpc: str, gpu: str | None) -> str:
-    """Name a call as the back end calls it that has sandboxes with such a GPU, or without one."""
+    """Return the name of a call at the back end that has sandboxes with this GPU, or without one."""
     return rpc if gpu else f"{rpc}V2"
 
 

@@ -37,7 +37,7 @@ def create_run(
 def run_spec(
     run_id: str, store_url: str, task_digest: str, world_size: int, ranks: tuple[int, ...], **more: Any
 ) -> RunSpec:
-    """The starter of ranks of a run.
+    """Return the `RunSpec` with which a backend starts ranks of a run.
 
     Args:
         more: fields of `RunSpec`, and settings by name.
@@ -47,12 +47,12 @@ def run_spec(
 
 
 def run_json(**changes: Any) -> dict[str, Any]:
-    """A record of a run of two replicas on one backend, but for the changes.
+    """Return the record of a run of two replicas on one backend, with changes.
 
     Args:
         changes: fields of the record, of its settings, and of its placement, each by its name; `world_size` is `n`.
     """
-    n = changes.pop("world_size", changes.get("n", 2))  # of a hostile record it may be anything
+    n = changes.pop("world_size", changes.get("n", 2))  # in a hostile record, it may be any value
     settings = {"n": n, **{name: changes.pop(name) for name in DEFAULTS if name in changes}}
     known = {each.name for each in dataclasses.fields(Placement)} - {"ranks"}
     ranks = list(range(n)) if type(n) is int and 0 < n < 100_000 else [0, 1]

@@ -16,7 +16,7 @@ class OvertakenLocally(LocalProcessExecutor):
     """Runs another resume before its own start. Both resumes looked at the run at the same time."""
 
     by_ranks: ClassVar[list[int] | None] = None
-    """The ranks that the other resume restarts. None: all that have ended."""
+    """The ranks that the other resume restarts. None: all ranks that have ended."""
 
     def start_ranks(self, start: StartSpec, *more: Any) -> Any:
         if start.spec.attempt > 0:
@@ -26,7 +26,9 @@ class OvertakenLocally(LocalProcessExecutor):
 
 
 class OvertakenWhileLooking(LocalProcessExecutor):
-    """Lets a replica end, and another resume go, between what the list of a look shows and what is observed, once."""
+    """Lets a replica end and another resume run, once, after a look has listed the records and before it asks the
+    backend.
+    """
 
     is_fenced = False
 
@@ -41,6 +43,6 @@ class OvertakenWhileLooking(LocalProcessExecutor):
 
 
 def let_another_go_first(run_id: str, executor: Any, ranks: list[int] | None) -> None:
-    """Resume a run as another process would, with a look of its own."""
+    """Resume a run as another process would, with a separate look at the run."""
     found = attach(run_id)
     resume(Run(view_of(found).store, run_id, executor=executor), ranks=ranks)

@@ -99,7 +99,7 @@ def pattern_of(expected: str) -> str:
         if line.strip() == "…":
             lines.append(r"(?:.*\n)*?")
         else:
-            parts = VARIABLE.split(line.rstrip())  # fixed and variable parts, in turns
+            parts = VARIABLE.split(line.rstrip())  # fixed and variable parts alternate
             texts = [re.escape(part) if index % 2 == 0 else _pattern_of_part(part) for index, part in enumerate(parts)]
             lines.append("".join(texts) + r" *\n")
     return "".join(lines)
@@ -109,7 +109,7 @@ def _pattern_of_part(part: str) -> str:
     if part == "…":
         return ".*"
     if not part.strip():
-        return r"\s+"  # columns are as wide as what is in them
+        return r"\s+"  # the width of a column depends on its content
     if part.startswith("["):
         return r"\[ *[\d.]+ (?:s|ms|min|h)\]"
     return r"[\d.]+" if part[0].isdigit() else RUN_NAME
@@ -207,7 +207,7 @@ class PageRun:
             check=False,
         )
         assert done.returncode == 0, f"{shlex.join(command)} ended with exit code {done.returncode}:\n{done.stdout}"
-        return re.sub(r"(?m)^Preparing .* …\n", "", done.stdout)  # only when the machine is slow
+        return re.sub(r"(?m)^Preparing .* …\n", "", done.stdout)  # this line appears only on a slow machine
 
 
 def commands_of(text: str) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""OutageTolerance for tests: with a limit that the test chooses, or without end."""
+"""Makes an OutageTolerance for tests, with a limit that the test chooses or without any."""
 
 from __future__ import annotations
 

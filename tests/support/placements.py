@@ -1,4 +1,4 @@
-"""Runs whose ranks are on several of the fake services, and what these were given."""
+"""Runs with ranks on several fake services, and the requests that these services got."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main(folder):
 
 
 class AnyFakeExecutor(FakeExecutor):
-    """One whose service is one of several accounts, and knows any secret."""
+    """A fake executor for one of several accounts. Its service has every secret."""
 
     accounts: ClassVar[dict[str, Machines]] = {}
 
@@ -74,7 +74,7 @@ def folder(machines: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
-    """The machines of another account."""
+    """Return the machines of another account."""
     made = Machines(tmp_path / "others")
     monkeypatch.setitem(AnyFakeExecutor.accounts, "other", made)
     yield made

@@ -1,4 +1,4 @@
-"""Which processes the tests started: they inherit a mark in their environment."""
+"""Finds the processes that the tests started, by a mark that they inherit in their environment."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def marked_pids() -> set[int]:
 
 
 def left_over(before: set[int], within_s: float) -> dict[int, str]:
-    """Wait for the processes started since `before` to end; return those that do not, with their command lines.
+    """Wait for the end of all processes that were started since `before`. Return the command lines of those that do not
+    end.
 
-    This process's zygote may stay: there is one for each launcher process, and it ends with it.
+    This process's zygote may stay. Each launcher process has one, which ends with the launcher.
     """
     deadline = time.monotonic() + within_s
     while survivors := {pid: command_of(pid) for pid in marked_pids() - before if not _is_our_zygote(pid)}:
@@ -43,7 +44,7 @@ def end(pids: dict[int, str]) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Tell whether a process runs; a zombie does not."""
+    """Return True if a process runs. A zombie does not run."""
     return os.path.exists(f"/proc/{pid}") and not is_zombie(pid)
 
 
@@ -57,7 +58,7 @@ def parent_of(pid: int) -> int | None:
 
 
 def zygote_of(supervisor: int) -> int:
-    """Return the pid of what forked a supervisor, and the guard between."""
+    """Return the pids of the zygote that forked a supervisor, and of the guard process between the two."""
     guard = parent_of(supervisor)
     assert guard is not None
     zygote = parent_of(guard)
@@ -73,7 +74,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Return what a process was started with; nothing of one that is gone."""
+    """Return the environment with which a process was started. Empty: the process has ended."""
     with contextlib.suppress(OSError):
         entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
         return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
@@ -87,7 +88,7 @@ def command_of(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat behind the name: state, parent, …"""
+    """Return the fields of /proc/<pid>/stat after the name: state, parent, …"""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []

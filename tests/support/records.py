@@ -1,4 +1,4 @@
-"""Records of a run, read as they are."""
+"""Reads records of a run without parsing them."""
 
 from __future__ import annotations
 

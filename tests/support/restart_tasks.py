@@ -39,7 +39,7 @@ def end_by(kind: str, group: str = "") -> None:
 
 
 def end_first(kinds: list[str], group: str) -> int:
-    """End the first attempt in the way of this rank, and return in the second."""
+    """End the first attempt in the way that belongs to this rank, and return in the second attempt."""
     me = current_replica()
     print(f"attempt {me.attempt} of rank {me.rank}", flush=True)
     if me.attempt == 0:
@@ -52,7 +52,7 @@ def end_always(kinds: list[str]) -> None:
 
 
 def die_and_hang(folder: str, fails: int = 0) -> None:
-    """SIGKILL for one rank's first attempt once all are up; all else hangs."""
+    """Kill one rank's first attempt when all ranks have started. All other attempts hang."""
     me = current_replica()
     tasks.mark(Path(folder, f"{me.rank}.{me.attempt}"), str(os.getpid()))
     if (me.rank, me.attempt) == (fails, 0):
@@ -62,7 +62,10 @@ def die_and_hang(folder: str, fails: int = 0) -> None:
 
 
 def die_when_told(folder: str) -> None:
-    """SIGKILL for the first attempt of rank 0 once `die` is there; all else returns once `return` is."""
+    """Kill the first attempt of rank 0 when the file `die` exists.
+
+    All other attempts return when the file `return` exists.
+    """
     me = current_replica()
     tasks.mark(Path(folder, f"{me.rank}.{me.attempt}"))
     dies = (me.rank, me.attempt) == (0, 0)
@@ -72,12 +75,12 @@ def die_when_told(folder: str) -> None:
 
 
 def leave_when_asked() -> str:
-    eventually(lambda: current_replica().ending_s is not None, "it is asked to leave")
+    eventually(lambda: current_replica().ending_s is not None, "the replica was asked to leave")
     return "saved"
 
 
 def bomb(folder: str) -> int:
-    """Start 200 processes below, in many sessions, which all ignore SIGTERM; then die."""
+    """Start 200 child processes in many sessions, all of which ignore SIGTERM, and then die."""
     me = current_replica()
     if me.attempt == 1:
         return sum(is_alive(int(path.name)) for path in Path(folder).glob("[0-9]*"))
@@ -97,7 +100,7 @@ def bomb(folder: str) -> int:
 
 
 def hang_first(kinds: list[str]) -> int:
-    """Make progress once; then hang in the first attempt in the way of this rank, and return in the second."""
+    """Make progress once. The first attempt then hangs in the way that belongs to this rank, and the second returns."""
     me = current_replica()
     me.progress()
     if me.attempt:
@@ -119,7 +122,10 @@ def save_slowly(folder: str) -> None:
 
 
 def come_back_when_resumed(folder: str) -> int:
-    """On rank 0: leave twice, so that it is given up, then be killed, and return. Rank 1 waits for the end of that."""
+    """Rank 0 leaves twice, so that it is given up.
+
+    After a resume it is killed, and then returns. Rank 1 waits for that return.
+    """
     me = current_replica()
     if me.rank == 0 and me.attempt < 2:
         os._exit(3)

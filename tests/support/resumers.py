@@ -1,4 +1,4 @@
-"""Processes that all resume the same run at the same moment."""
+"""Starts processes that all resume the same run at the same time."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def key_of(handle: ReplicaHandle, name: str) -> str:
 
 
 def record_of(handle: ReplicaHandle, name: str) -> Any:
-    """Read one of the JSON objects of a replica; None when it is not there."""
+    """Return a JSON record of a replica. None: it does not exist."""
     return find_json(open_store(handle.metadata["store_url"]), key_of(handle, name))
 
 
@@ -57,10 +57,10 @@ def lose_store() -> None:
 
 
 def without_store(executor: LocalProcessExecutor, folder: Path, state_home: Path, until: str, **how: Any) -> Run:
-    """Return a run whose store takes nothing from when its entrypoint ends until something is in its log.
+    """Return a run whose store refuses writes from the end of its entrypoint until its log has a line.
 
     Args:
-        how: `gives_up_s`, and the `error` that its entrypoint raises, if any.
+        how: `gives_up_s`, and the `error` that the entrypoint raises. Without an error it returns.
     """
 
     def entrypoint(gives_up_s: float, error: str | None = None) -> str:

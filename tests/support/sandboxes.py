@@ -1,4 +1,4 @@
-"""Sandboxes made with the real Modal SDK, on either back end: without a GPU on V2, with one on V1."""
+"""Makes sandboxes with the real Modal SDK: without a GPU on the back end V2, and with one on V1."""
 
 from __future__ import annotations
 

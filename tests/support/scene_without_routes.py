@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # all imported once, before the forks: torch.optim would import this in its first step
+
+# import this before the forks, because otherwise torch.optim imports it in the first step of each process
+import torch._dynamo
 from servers.s3.server import CREDENTIALS, running_server
 
 from diloco import DiLoCo
@@ -36,7 +38,7 @@ fork = multiprocessing.get_context("fork")
 
 
 class Replica:
-    """A process in a network of its own."""
+    """A process in its own network namespace."""
 
     def __init__(self, rank: int, url: str) -> None:
         self._mine, theirs = fork.Pipe()

@@ -1,6 +1,7 @@
-"""Scenes of stores and local runs on real file systems of a kind, played by `test_disks.py` in a mount namespace.
+"""Tests of stores and local runs on special file systems. `test_disks.py` runs each of them in a mount namespace.
 
-Each gets a path that does not exist and mounts there what it needs; a failed assertion ends the process with 1.
+Each function gets a path that does not exist, and mounts its file system there. A failed assertion ends the process
+with exit code 1.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def files_below(root: Path) -> list[str]:
 
 
 def refused(act: Callable[[], object], *words: str) -> StoreError:
-    """Do what cannot be done; return the error, which says so in these words."""
+    """Call a function that must fail, check the message of its error, and return the error."""
     with pytest.raises(StoreError) as caught:
         act()
     assert not isinstance(caught.value, UnsafeStoreError)
@@ -49,7 +50,7 @@ def refused(act: Callable[[], object], *words: str) -> StoreError:
 
 
 def fill_and_recover(store: Store, root: Path, words: str) -> None:
-    """Writes that do not fit leave the older object, and nothing else; those that fit work again."""
+    """Writes that do not fit leave the older object and no other file. When there is space, writes work again."""
     too_much = [b"x" * MIB] * 64
     store.put("runs/kept", b"old")
     for act in (lambda: store.put("runs/new", too_much), lambda: store.put_if_absent("runs/new", too_much)):
@@ -59,7 +60,7 @@ def fill_and_recover(store: Store, root: Path, words: str) -> None:
     assert bytes(store.get("runs/kept")) == b"old"
     assert [entry.key for entry in store.list("")] == ["runs/kept"]
     assert files_below(root) == ["runs/kept"]
-    assert store.put_if_absent("runs/new", bytes(2 * MIB)), "the room is free again, and the key too"
+    assert store.put_if_absent("runs/new", bytes(2 * MIB)), "the space is free again, and so is the key"
 
 
 def full_disk(root: Path) -> None:
@@ -98,7 +99,7 @@ def file_size_limit(root: Path) -> None:
 
 
 def no_hard_links(root: Path) -> None:
-    mount("mqueue", root)  # the one file system every Linux has that creates files and cannot link them
+    mount("mqueue", root)  # the only file system of every Linux that can create files but cannot link them
     for place in (root, str(root), root.as_uri()):
         with pytest.raises(UnsafeStoreError) as caught:
             open_store(place)
@@ -122,7 +123,7 @@ def read_only(root: Path) -> None:
 
 
 def of_another_user(root: Path) -> None:
-    """Without root's rights, in a directory that others own, and share with a group."""
+    """Use a store without root's rights, in a directory that another user owns and shares with a group."""
     root.mkdir()
     root.chmod(0o775)
     open_store(root).put("runs/a", b"x")
@@ -140,7 +141,7 @@ def of_another_user(root: Path) -> None:
 
 
 def two_users_in_turn(root: Path) -> None:
-    """One trains, the other launches and looks, in a directory where both may make folders."""
+    """One user trains, and the other launches and reads, in a directory where both may create folders."""
     root.mkdir()
     root.chmod(0o1777)
     os.umask(0o022)
@@ -167,7 +168,7 @@ def two_users_in_turn_without_anonymous_files(root: Path) -> None:
 
 
 def as_user(user: int, act: Callable[[], object]) -> None:
-    """Act in a process without root's rights."""
+    """Call a function in a process without root's rights."""
     if (pid := os.fork()) == 0:
         code = 1
         try:
@@ -187,7 +188,7 @@ LOCAL = LocalProcessExecutor(preload=(), term_grace_s=0.5)
 
 
 def fill(folder: str) -> str:
-    """Write until nothing more fits, and return."""
+    """Write until the disk is full."""
     path = os.path.join(folder, "junk")
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for size in (1 << 16, 1 << 12, 1):
@@ -235,7 +236,10 @@ def full_before_a_launch(root: Path) -> None:
 
 
 def full_while_a_rank_dies(root: Path) -> None:
-    """A detached run loses a rank while its disk is full; the rank is started again when there is room, once."""
+    """A detached run loses a rank while its disk is full.
+
+    When there is space, the rank is started again, exactly once.
+    """
     mount("tmpfs", root, "-o", "size=1m")
     executor = LocalProcessExecutor(preload=("support.short_waits",), term_grace_s=0.5)
 

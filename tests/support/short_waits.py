@@ -1,6 +1,7 @@
-"""Preloaded into the process that forks replicas: shortens every wait for a store by one factor.
+"""Shortens every wait for a store by one factor. Tests preload this module into the process that forks replicas.
 
-`REPLICAS_TEST_PATIENCE` has the factor. The first line of a wait then comes at once, and the next ones a second apart.
+`REPLICAS_TEST_PATIENCE` has the factor. The first line about a wait is then printed at once, and the next ones every
+second.
 """
 
 from __future__ import annotations

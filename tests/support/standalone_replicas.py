@@ -1,4 +1,6 @@
-"""Replicas as a service would run them: the bootstrap's command, a Python without this project, an empty directory."""
+"""Runs replicas as a service would: with the bootstrap's command, a Python without this project, and an empty
+directory.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,8 @@ def comes_back(times):
         os.kill(os.getpid(), signal.SIGKILL)
     return attempt
 """
-NOTICE = {"REPLICA_NOTICE_S": "5"}  # as long as a replica has after SIGTERM, which it then gets at once
+# the notice is as long as the grace of a replica, so the replica gets SIGTERM at once
+NOTICE = {"REPLICA_NOTICE_S": "5"}
 
 
 class Cloud:
@@ -136,7 +139,7 @@ class Cloud:
         environ: Mapping[str, str] | None = None,
         within: Sequence[str] = (),
     ) -> subprocess.Popen[str]:
-        """Start a replica, as a service would. `within`: a command that runs another one."""
+        """Start a replica, as a service would. `within` is a command that runs another command."""
         directory = self.folder / f"machine of {rank}"
         directory.mkdir(parents=True, exist_ok=True)
         told = {**self.environ(), **replica_environment(spec, rank, timeout_s), **(environ or {})}
@@ -153,7 +156,7 @@ class Cloud:
         return process
 
     def environ(self) -> dict[str, str]:
-        """Return what a container has: no PYTHONPATH, nothing of this user's."""
+        """Return the environment of a container: without PYTHONPATH and without variables of this user."""
         return {
             "PATH": os.environ["PATH"],
             "HOME": str(self.folder),
@@ -163,7 +166,7 @@ class Cloud:
         }
 
     def stop(self) -> None:
-        """Kill what still runs."""
+        """Kill all replicas that still run."""
         for process in self._processes:
             process.kill()
             process.communicate()

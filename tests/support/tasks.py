@@ -19,14 +19,14 @@ SLEEP = "import time; time.sleep(600)"
 
 
 def mark(path: Path, text: str = "") -> None:
-    """Tell the test something by a file that appears whole."""
+    """Write a text for the test into a file, in one step."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}~")
     unfinished.write_text(text)
     unfinished.rename(path)
 
 
 def hang(path: str | None = None) -> NoReturn:
-    """Never end. Says its pid in a file `<path>.<rank>`."""
+    """Never end. Write the pid into the file `<path>.<rank>`."""
     if path is not None:
         mark(Path(f"{path}.{os.environ['REPLICA_RANK']}"), str(os.getpid()))
     while True:
@@ -34,7 +34,7 @@ def hang(path: str | None = None) -> NoReturn:
 
 
 def hang_with_helpers(folder: str, deaf: bool = False) -> NoReturn:
-    """Start helpers of all kinds, say their pids in files, and hang."""
+    """Start helpers of all kinds, write their pids into files, and hang."""
     where = Path(folder)
     start_helpers(where, deaf)
     hang(str(where / "rank"))
@@ -47,7 +47,7 @@ def return_with_helpers(folder: str) -> str:
 
 
 def start_helpers(folder: Path, deaf: bool) -> None:
-    """A child, a child in its own session, an orphaned grandchild, and an orphan in its own session."""
+    """Start a child, a child in its own session, an orphaned grandchild, and an orphan in its own session."""
     code = ("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " if deaf else "") + SLEEP
     child = subprocess.Popen([sys.executable, "-c", code])
     session = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
@@ -90,7 +90,7 @@ while True:
 
 
 def run_a_launcher(folder: str) -> None:
-    """Run a launcher of four processes, as torchrun is one, of which each saves its work at a SIGTERM."""
+    """Run a launcher like torchrun with four processes. Each of them saves its work at SIGTERM."""
     subprocess.run([sys.executable, "-c", LAUNCHER, SAVES, folder], check=True)
 
 
@@ -116,7 +116,7 @@ def take_memory(group: str) -> None:
 
 
 def clean_up(path: str) -> NoReturn:
-    """Hang, and say in a file that `finally` ran."""
+    """Hang. When `finally` runs, record that in a file."""
     try:
         hang(path)
     finally:
@@ -134,7 +134,7 @@ def clean_up_slowly(path: str) -> NoReturn:
 
 
 def swallow_sigterm(path: str) -> str:
-    """Catch what SIGTERM raises, and return a result all the same."""
+    """Catch the exception that SIGTERM raises, and return a result in spite of it."""
     try:
         hang(path)
     except SystemExit:
@@ -142,7 +142,7 @@ def swallow_sigterm(path: str) -> str:
 
 
 def swallow_in_callback(path: str, by_weakref: bool) -> NoReturn:
-    """Let Python ignore what the first SIGTERM raises, then hang; say in a file that `finally` ran."""
+    """Let Python ignore the exception of the first SIGTERM, then hang. When `finally` runs, record that in a file."""
 
     def hang_here(*_: object) -> None:
         mark(Path(f"{path}.in callback"))
@@ -187,7 +187,7 @@ def surroundings(names: list[str]) -> dict[str, Any]:
 
 
 def random_numbers() -> list[float]:
-    """Draw from every generator there is."""
+    """Draw a number from each random generator."""
     import random
 
     drawn = [random.random()]
@@ -209,7 +209,7 @@ def cores() -> int:
 
 
 def matmul() -> float:
-    """Use torch's threads, which hang for ever in a child forked at the wrong time."""
+    """Use torch's threads, which hang forever in a child that was forked at the wrong time."""
     import torch
 
     a = torch.ones(600, 600)
@@ -221,7 +221,7 @@ def rank() -> int:
 
 
 def meet(folder: str, n: int) -> int:
-    """Wait until all ranks are here at the same time."""
+    """Wait until all ranks have called this function."""
     mark(Path(folder, str(rank())))
     while len([path for path in Path(folder).iterdir() if path.name.isdigit()]) < n:
         time.sleep(0.01)
@@ -229,7 +229,7 @@ def meet(folder: str, n: int) -> int:
 
 
 def report_and_keep(path: str) -> str:
-    """Report progress and keep an artifact."""
+    """Report progress, and save an artifact."""
     from executors import current_replica
 
     me = current_replica()
@@ -239,7 +239,7 @@ def report_and_keep(path: str) -> str:
 
 
 def step_on(path: str) -> None:
-    """Report step after step of a million, until there is a file."""
+    """Report the steps of a training of a million steps, until a file exists."""
     from executors import current_replica
 
     me = current_replica()

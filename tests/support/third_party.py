@@ -30,7 +30,7 @@ with open(result_file, "w") as file:
 
 
 class Ticket:
-    """A handle of its own making: all it has in common with others is a rank."""
+    """The executor's own type of handle. The only field that it shares with other handles is the rank."""
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], folder: str, deadline: float) -> None:
         self.rank = rank

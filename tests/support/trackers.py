@@ -1,4 +1,4 @@
-"""Trackers for tests, and a task whose numbers they get."""
+"""Trackers for tests, and a task that reports numbers to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from executors.view.report.trackers import Tracked
 
 
 def train(steps: int = 3, fails_at: int | None = None, sleep_s: float = 0.0) -> int:
-    """Report steps; fail the first attempt at one of them."""
+    """Report steps. The first attempt fails at one of them."""
     me = current_replica()
     for step in range(1, steps + 1):
         me.report(step=step, loss=1.0 / step, total_steps=steps)

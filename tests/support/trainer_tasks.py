@@ -1,4 +1,4 @@
-"""Trainings by other people's trainers, for replicas."""
+"""Entrypoints that train with the trainers of other libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from executors.testing import eventually
 from support.runs import pid_of
 
 LOCAL = LocalProcessExecutor(term_grace_s=30)
-STARTS_WITHIN_S = 100.0  # importing transformers takes a while where all cores are busy
+STARTS_WITHIN_S = 100.0  # importing transformers takes long if all cores are busy
 
 
 def calm_and_killed(
@@ -24,7 +24,7 @@ def calm_and_killed(
 ) -> tuple[list[Any], list[Any]]:
     """Return the results of two replicas, and of two of which one was killed before a round and came back.
 
-    The other stands still while it is away: else it would be at the end before.
+    The other replica waits while the killed one is absent. Otherwise it would finish first.
     """
     import os
 
@@ -43,19 +43,19 @@ def calm_and_killed(
 
 
 def presents_itself(run: Run, rank: int) -> bool:
-    """Whether a rank has sent something for the open round."""
+    """Return True if a rank has sent a contribution to the open round."""
     sent = view_of(run).store.list(f"{run.run_id}/diloco/main/r")
     return any(entry.key.endswith(f"/contribution/{rank}") for entry in sent)
 
 
 def has_reported(run: Run, rank: int, attempt: int) -> bool:
-    """Whether an attempt of a rank has made steps."""
+    """Return True if an attempt of a rank has made steps."""
     replica = run.status().replicas[rank]
     return replica.attempt == attempt and replica.reported.get("step", 0) > 0
 
 
 def train_for_ever(folder: str) -> None:
-    """A Trainer that saves a checkpoint at SIGTERM."""
+    """Train with a Trainer that saves a checkpoint at SIGTERM."""
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -85,7 +85,7 @@ def train_for_ever(folder: str) -> None:
 
 
 def stop_early(trainer: str, folder: str) -> dict[str, Any]:
-    """A training that rank 0 alone asks to end, after step 20 of 2000; returns its last step and its model."""
+    """Train 2000 steps. Rank 0 alone asks to stop after step 20. Return the last step and the model."""
     import hashlib
 
     import torch

@@ -13,7 +13,7 @@ from diloco.rendezvous.membership import _claimed
 from executors.store import MemoryStore
 
 PLAIN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
-"""Averaging without an outer optimizer's help."""
+"""Options for plain averaging, without an outer optimizer."""
 
 
 def place(store: Any = None, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def place(store: Any = None, rank: int = 0, world_size: int = 1) -> dict[str, An
 
 
 def nudge(model: nn.Module, by: Any) -> None:
-    """Take an inner step by hand."""
+    """Make an inner step without an optimizer."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(by)
@@ -43,7 +43,9 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Schedule-free SGD (Defazio et al., 2405.15682): y is in the model and z in the state, as its authors have it."""
+    """Schedule-free SGD (Defazio et al., 2405.15682): y is in the model and z in the state, as in the authors' own
+    code.
+    """
 
     def __init__(self, parameters: Iterator[nn.Parameter], lr: float, beta: float = 0.9) -> None:
         super().__init__(parameters, {"lr": lr, "beta": beta, "k": 0, "train_mode": True})

@@ -1,7 +1,7 @@
-"""Running a command as on macOS, as far as Linux can act it: for what must work on a laptop.
+"""Runs a command on Linux as if on macOS, as far as that can be emulated, to test the client on laptops.
 
-The command runs in a mount namespace without /proc and /sys. Its Python lacks the names that only Linux's Python has,
-and takes itself for macOS's; see `sitecustomize`. Fakes of `ps` and `sysctl` take the arguments of BSD.
+The command runs in a mount namespace without /proc and /sys. Its Python does not have the names that exist only on
+Linux, and reports macOS as its platform: see `sitecustomize`. Fakes of `ps` and `sysctl` take the arguments of BSD.
 
 The emulation does not show a fork after an import of torch, numbers of signals, file names without case, and `/tmp` as
 a symbolic link. It does not show socket paths of at most 104 bytes, times of files, pages of 16 KiB, 256 open files,
@@ -58,7 +58,7 @@ def environment_as_mac(environ: Mapping[str, str], proc: Path) -> dict[str, str]
 
 @cache
 def why_not() -> str | None:
-    """Return why this machine cannot act macOS, as the reason of a skipped test; None if it can."""
+    """Return the reason why this machine cannot emulate macOS, for a skipped test. None: it can."""
     try:
         tried = subprocess.run(
             ["unshare", "--mount", "--map-root-user", "mount", "-t", "tmpfs", "none", "/proc"],
@@ -72,7 +72,7 @@ def why_not() -> str | None:
 
 
 class MacFolder(Folder):
-    """A user's folder on a machine that acts macOS."""
+    """A user's folder on a machine that emulates macOS."""
 
     def command(self, *arguments: object) -> list[str]:
         return as_mac(super().command(*arguments))

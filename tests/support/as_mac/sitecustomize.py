@@ -1,4 +1,5 @@
-"""Hides from Python what macOS lacks, where `AS_MAC` is set. Python imports this file at its start, from PYTHONPATH.
+"""Hides from Python the functions and constants that macOS does not have, if `AS_MAC` is set. Python imports this file
+at its start, from PYTHONPATH.
 
 The standard library's own choices by `sys.platform` stay those of Linux: the modules that make them are imported first.
 `platform.system()` keeps its answer, because torch would look for libraries of macOS.
@@ -44,7 +45,7 @@ HIDDEN = {
     "fcntl": {"F_SETPIPE_SZ F_GETPIPE_SZ F_ADD_SEALS F_OFD_GETLK F_OFD_SETLK F_NOTIFY": "commands of Linux alone"},
     "time": {"CLOCK_BOOTTIME CLOCK_TAI pthread_getcpuclockid": "clocks of Linux alone"},
 }
-"""By module: the names that it lacks on macOS, and why."""
+"""For each module: the names that it does not have on macOS, and the reason."""
 NOT_INSTALLED = {"inotify_simple": "pyproject.toml asks for it on Linux alone", "_inotify_simple": "its other name"}
 
 
