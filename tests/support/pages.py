@@ -5,7 +5,8 @@ A page is a Markdown file below `docs/`. Its blocks run in their order, in a fol
 - A `{code-block}` with `:caption: train.py` becomes that file.
 - `python` runs as a script. The next `text` block is its output.
 - `console` runs each line after `$ ` in a shell. The lines below a command are its output.
-- `:class: cloud`: the parser of the command checks each `replicas …` line, and nothing runs.
+- `:class: cloud`: the parser of the command checks each `replicas …` line, and nothing runs. If the run of the page has
+  the variables of a service on loopback, its `replicas …` and `python …` lines run there, too.
 - `:class: fragment`: the Python code compiles, and its keywords are parameters of the real functions.
 - `:class: shape` is a drawing, or a form of output. Nothing is checked.
 
@@ -128,11 +129,15 @@ class PageRun:
         path: The page.
         folder: The folder in which its files and commands are.
         home: The value of HOME.
+        service: The variables that point commands at services on loopback. Blocks of the class `cloud` then run.
+        lacks: Options of a `launch` that the service cannot serve, such as ` --gpu T4`. They are left out there.
     """
 
     path: Path
     folder: Path
     home: Path
+    service: Mapping[str, str] = field(default_factory=dict)
+    lacks: str = ""
     _printed: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -165,8 +170,11 @@ class PageRun:
         elif block.kind == "fragment":
             check_fragment(block.text)
         elif block.kind == "cloud":
-            for command, _ in commands_of(block.text):
+            for command, expected in commands_of(block.text):
                 check_command(command)
+                if self.service and command.startswith(("replicas ", "python ")):
+                    is_plan = "--dry-run" in command
+                    self._check_output(command if is_plan else command.replace(self.lacks, ""), expected)
         elif block.language == "python":
             script = self.folder / "script.py"
             script.write_text(block.text, encoding="utf-8")
@@ -179,13 +187,14 @@ class PageRun:
             self._printed = None
         elif block.language == "console":
             for command, expected in commands_of(block.text):
-                printed = self._call(["bash", "-c", command])
-                if expected:
-                    assert is_as_expected(printed, expected), (
-                        f"{command}\nthe page shows\n{expected}\nit printed\n{printed}"
-                    )
+                self._check_output(command, expected)
         else:
             raise AssertionError(f"there is no rule for a block of the kind {block.language!r}")
+
+    def _check_output(self, command: str, expected: str) -> None:
+        printed = self._call(["bash", "-c", command])
+        if expected:
+            assert is_as_expected(printed, expected), f"{command}\nthe page shows\n{expected}\nit printed\n{printed}"
 
     def _write(self, block: Block) -> None:
         path = self.folder / block.caption
@@ -198,7 +207,14 @@ class PageRun:
         done = subprocess.run(
             command,
             cwd=self.folder,
-            env={**kept, "HOME": str(self.home), "PATH": programs, "COLUMNS": "100", "OMP_NUM_THREADS": "1"},
+            env={
+                **kept,
+                "HOME": str(self.home),
+                "PATH": programs,
+                "COLUMNS": "100",
+                "OMP_NUM_THREADS": "1",
+                **self.service,
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
