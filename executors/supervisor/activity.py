@@ -1,11 +1,11 @@
 """Measures what a process and its descendants do: processor time, disk and pipe traffic, TCP traffic.
 
-A supervisor asks this only about a rank that has made no progress for some seconds. The answer distinguishes work that
-reports nothing (an evaluation, a compile, an upload) from a hang that waits forever.
+A supervisor measures this only for a rank that has made no progress for some seconds. The answer distinguishes work
+without reports (an evaluation, a compilation, an upload) from a hang.
 
-The measure must not depend on how busy the machine is. A thread that computes beside 20 others gets a twentieth of its
-time, or less. So each thread counts with `run / (run + sleep)`, without the time that it waited for a processor. That
-is the share of a core that it would use on an idle machine.
+The measure must not depend on the load of the machine. A thread that computes together with 20 others gets a twentieth
+of its time, or less. So the activity of each thread is `run / (run + sleep)`, without the time that it waited for a
+processor. That is the share of a core that it would use on an idle machine.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ class ThreadTimes(NamedTuple):
 
     @property
     def polls(self) -> bool:
-        """True if the thread returns the processor at once, because it polls.
+        """True if the thread only polls: it returns the processor at once, again and again.
 
-        A thread that waits for the GIL polls every 5 ms. On a loaded machine it then is runnable nearly always.
+        A thread that waits for the GIL polls every 5 ms. On a loaded machine such a thread is runnable nearly always.
         """
         return self.n_turns > 0 and self.run_ns < POLL_NS * self.n_turns
 
 
 @dataclass(frozen=True)
 class ActivitySample:
-    """Counters of a tree of processes at one moment; only differences between two samples mean anything."""
+    """Counters of a process tree at one time. Only differences between two samples have a meaning."""
 
     at: float
     threads: dict[int, ThreadTimes]
@@ -99,10 +99,10 @@ class ProcessActivity:
     """The activity of a tree of processes between two samples.
 
     Args:
-        cores: cores that it wanted: on an idle machine it would have kept this many busy.
-        bytes_per_s: bytes per second that it moved through files, pipes and TCP connections.
+        cores: the cores that it could have used: the number that it would keep busy on an idle machine.
+        bytes_per_s: bytes per second through files, pipes and TCP connections.
         is_waiting_on_disk: True if it was seen to wait for a disk.
-        is_always_runnable: True if it had something to run whenever it was sampled.
+        is_always_runnable: True if a thread was ready to run at every sample.
     """
 
     cores: float
@@ -112,7 +112,7 @@ class ProcessActivity:
 
     @property
     def is_active(self) -> bool:
-        """True if a process that only waits does not do this much."""
+        """True if this is more activity than a process that only waits can have."""
         is_busy = self.cores >= BUSY_CORES or self.bytes_per_s >= BUSY_BYTES_PER_S
         return is_busy or self.is_waiting_on_disk or self.is_always_runnable
 
@@ -122,7 +122,7 @@ class ActivityMeter:
 
     Args:
         pid: the process at the root of the tree, on this machine.
-        window_s: seconds that an answer covers, in `N_SAMPLES` samples. A short window sees chance.
+        window_s: the seconds that one answer covers, in `N_SAMPLES` samples. A short window depends on chance.
 
     Example:
         meter = ActivityMeter(pid)
@@ -149,11 +149,12 @@ class ActivityMeter:
 
         Args:
             now: the time by `time.monotonic`.
-            ignored_threads: native ids of threads that do not count: our own, which beat in a hung process, too.
+            ignored_threads: native ids of threads that do not count: threads of this project, which also beat in a hung
+                process.
 
         Returns:
-            True if the tree is active now; False if it is idle. None: no sample was due, or no window is complete yet.
-            A tree that the kernel does not show counts as active.
+            True if the tree is active now, and False if it is idle. None: no sample was due, or the first window is not
+            complete. A tree that the kernel does not show counts as active.
         """
         if now < self._next_at:
             return None
@@ -171,7 +172,8 @@ class ActivityMeter:
             return None
         if not usage_between(list(samples)).is_active:
             return False
-        # A burst early in the window has ended: it must not make the time of the last activity later than it was.
+        # A burst early in the window has ended. It must not make the time of the last activity later than it really
+        # was.
         newest = usage_between([samples[-2], samples[-1]])
         return newest.is_active or taken.is_waiting_on_disk or _wants_to_run(samples[-2], taken)
 
@@ -180,7 +182,7 @@ NO_TIMES = ThreadTimes(0, 0, 0)
 
 
 def usage_between(samples: Sequence[ActivitySample]) -> ProcessActivity:
-    """Return what a tree of processes did between the first and the last of some samples.
+    """Return the activity of a process tree between the first and the last of some samples.
 
     Args:
         samples: at least two, oldest first.
@@ -196,13 +198,14 @@ def usage_between(samples: Sequence[ActivitySample]) -> ProcessActivity:
     for thread, now in last.threads.items():
         times = now.since(first.threads.get(thread, NO_TIMES))
         if times.run_ns < 0:
-            continue  # the id belongs to another thread now
+            continue  # the id belongs to another thread by now
         run_s, wait_s = times.run_ns / 1e9, times.wait_ns / 1e9
         if wait_s >= STARVED * span_s:
             wanted += 0.0 if times.polls else 1.0
         else:
             wanted += run_s / max(run_s + max(0.0, span_s - run_s - wait_s), 1e-9)
-    # Pair by pair: a connection that is closed takes its counters with it, and each request may open another.
+    # The samples are compared in pairs, because the counters of a closed connection disappear, and each request may
+    # open a new connection.
     tcp_bytes = sum(
         max(0, n_bytes - before.tcp_bytes.get(inode, 0))
         for before, after in itertools.pairwise(samples)
@@ -220,7 +223,7 @@ def usage_between(samples: Sequence[ActivitySample]) -> ProcessActivity:
 
 
 def _wants_to_run(before: ActivitySample, after: ActivitySample) -> bool:
-    """Return whether a thread was runnable at a sample, and does more than to poll."""
+    """Return True if a thread was runnable at a sample and does not only poll."""
     for thread in after.runnable:
         now = after.threads.get(thread)
         if now is None or not now.since(before.threads.get(thread, NO_TIMES)).polls:
@@ -237,7 +240,7 @@ def take_sample(root: int, now: float, ignored_threads: Collection[int] = ()) ->
         ignored_threads: native ids of threads that do not count.
 
     Returns:
-        The sample; None if the process has ended, or the kernel does not show it.
+        The sample. None if the process has ended, or the kernel does not show it.
 
     Example:
         take_sample(os.getpid(), time.monotonic())
@@ -253,13 +256,13 @@ def take_sample(root: int, now: float, ignored_threads: Collection[int] = ()) ->
                 return None
             continue
         n_processes += 1
-        # With the children that it has waited for: short processes that ended between two samples count, too.
+        # This includes children for which it has waited, so short processes that ended between two samples count, too.
         cpu_s += sum(map(int, fields[11:15])) / CLOCK_TICKS_PER_S
         io_bytes += _io_bytes(f"/proc/{pid}/io")
         inodes |= _socket_inodes(pid)
         for tid in _numbered(f"/proc/{pid}/task"):
             base = f"/proc/{pid}/task/{tid}"
-            # A child of one of our own threads is still a child.
+            # Children of the ignored threads are not ignored.
             pending += [int(child) for child in _read(f"{base}/children").split()]
             own = _stat_fields(f"{base}/stat")
             if own is None:
@@ -273,7 +276,7 @@ def take_sample(root: int, now: float, ignored_threads: Collection[int] = ()) ->
             if len(counters) == len(ThreadTimes._fields):
                 threads[tid] = ThreadTimes(*map(int, counters))
     if not any(times.run_ns for times in threads.values()):
-        threads = {}  # a kernel without these counters shows zeros
+        threads = {}  # a kernel without these counters only shows zeros
     tcp_bytes = _tcp_bytes(inodes) if inodes else {}
     return ActivitySample(
         at=now,
@@ -299,7 +302,7 @@ def _read(path: str) -> bytes:
 
 
 def _stat_fields(path: str) -> list[str] | None:
-    """Return the fields of a `stat` file, beginning with the state. A zombie has them, too. None: there is no file."""
+    """Return the fields of a `stat` file from the state on. A zombie has them, too. None: the file does not exist."""
     data = _read(path)
     return data.rpartition(b")")[2].decode().split() if data else None
 
@@ -328,9 +331,11 @@ def _socket_inodes(pid: int) -> set[int]:
 
 
 def _tcp_bytes(inodes: Collection[int]) -> dict[int, int] | None:
-    """Return the bytes that went through some TCP sockets of this network namespace, by inode; None if unknown.
+    """Return the bytes that passed through TCP sockets of this network namespace, by inode.
 
-    Linux counts `send` nowhere in `/proc/PID/io`, so an upload from memory shows only here (sock_diag(7)).
+    None if they are unknown.
+
+    Linux does not count `send` in `/proc/PID/io`, so only this shows an upload from memory (sock_diag(7)).
     """
     found: dict[int, int] = {}
     try:
@@ -344,7 +349,7 @@ def _tcp_bytes(inodes: Collection[int]) -> dict[int, int] | None:
                     inode = struct.unpack_from("=I", message, _INODE_AT)[0]
                     if inode in inodes:
                         found[inode] = _bytes_of(message)
-    except (OSError, struct.error):  # a sandbox without it
+    except (OSError, struct.error):  # some sandboxes have no such socket
         return None
     return found
 

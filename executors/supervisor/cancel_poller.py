@@ -1,4 +1,6 @@
-"""Reads the cancel markers of attempts in short turns, because a supervisor's only thread has other work, too."""
+"""Reads the cancel markers of attempts, at most a second at a time, because the supervisor's only thread has other
+work.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,13 @@ from executors.errors import StoreError
 from executors.restarts.session import READ_TURN_S
 from executors.store.url import is_near
 
-NEAR_LOOK_S = 1.0  # a canceller on this machine also wakes the supervisor; one on another machine leaves only a marker
+# A canceller on this machine also wakes the supervisor, but one on another machine only writes a marker.
+NEAR_LOOK_S = 1.0
 FAR_LOOK_S = 10.0  # at a bucket, where each marker costs a request
 
 
 class CancelPoller:
-    """Looks for the cancel markers of attempts. A turn ends after a second, and the next turn continues.
+    """Reads the cancel markers of attempts. A call ends after a second, and the next call continues.
 
     Args:
         store_url: the store of the run.
@@ -30,7 +33,7 @@ class CancelPoller:
         self._unseen: deque[Attempt] = deque()
 
     def look_soon(self) -> None:
-        """Look at all attempts in the next turn, because another process reports a new marker."""
+        """Read all markers in the next call, because another process reports a new one."""
         self._unseen.clear()
         self.next_at = 0.0
 
@@ -45,7 +48,7 @@ class CancelPoller:
         self.next_at, until = now + self.every_s, now + READ_TURN_S
         while self._unseen and time.monotonic() < until:
             attempt = self._unseen.popleft()
-            with contextlib.suppress(StoreError):  # the next round of turns asks again
+            with contextlib.suppress(StoreError):  # a later call reads the same markers again
                 if attempt.has_cancel_marker():
                     yield attempt
         if self._unseen:

@@ -1,8 +1,9 @@
 """The supervisor of a container: its first process, and the parent of the one rank that runs there.
 
-It records the outcome of a rank that cannot do so itself: a process that holds the GIL, is out of memory, or was
-killed. It gets the signal that the container will end, and passes it on to the rank in time. A sandbox with a kernel of
-its own may show little about its processes and control groups. Without these facts the supervisor does not judge.
+It records the outcome of a rank that cannot do so itself, because it holds the GIL, is out of memory, or was killed.
+The service signals the end of the container to the supervisor, which passes the signal on to the rank in time. A
+sandbox with its own kernel may hide facts about processes and control groups. Then the supervisor makes no judgment
+that needs these facts.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 TIMED_OUT = 124  # the exit code of the command `timeout`
 NOTICE_S = 25.0  # services leave 30 s between the notice and the end of a container
 BEAT_S = 10.0
-BEAT_LATE_S = 15.0  # after this time without the GIL, or without an answer of the store, a rank is not beating itself
+# A rank without a beat for this long holds the GIL or waits for the store, so the supervisor beats for it.
+BEAT_LATE_S = 15.0
 PRELOAD = ("torch", "torch._dynamo")
 IMPORTS_TORCH = re.compile(r"^\s*(?:import|from)\s+(?:torch|diloco)\b", re.MULTILINE)
 
@@ -88,7 +90,10 @@ class ContainerSupervisor(Supervisor):
 
     @property
     def _patience(self) -> OutageTolerance:
-        """How long to wait for a store that fails, with nothing else to do, because the container costs money."""
+        """The longest wait for a failing store when the supervisor has no other work.
+
+        The container costs money meanwhile.
+        """
         if self._notice is not None:
             return BRIEF
         return CONTAINER if self._session.may_follow else LAST_WORDS
@@ -118,7 +123,10 @@ class ContainerSupervisor(Supervisor):
                     self._beat_for(running)
 
     def _beat_for(self, running: RunningAttempt) -> None:
-        """Write the heartbeat of a rank that holds its GIL or waits for the store, so that the rank is not lost."""
+        """Write the heartbeat of a rank that holds the GIL or waits for the store.
+
+        Otherwise the rank would count as lost.
+        """
         self._beaten_at = time.monotonic()
         attempt = running.attempt
         if run_folder_was_deleted(attempt.store, attempt.run_id):
@@ -129,7 +137,7 @@ class ContainerSupervisor(Supervisor):
             attempt.store.put(attempt.key(HEARTBEAT), replace(beat, at=time.time()).to_bytes())
 
     def _give_up_process(self, running: RunningAttempt) -> None:
-        """Give up a stuck process, and start no other in this container, because it would be stuck as well."""
+        """Give up a stuck process. Start no other process in this container, because it would be stuck as well."""
         self._session.stop_deciding()
         super()._give_up_process(running)
 
@@ -248,7 +256,10 @@ class ContainerStarter:
         main(assignment)
 
     def _prepare_process(self, page: SharedPage) -> None:
-        """Prepare this process for a replica: it ends with its supervisor, and the end of its output is kept."""
+        """Prepare this process for a replica.
+
+        It ends with its supervisor, and the end of its output is copied for the outcome.
+        """
         with contextlib.suppress(OSError):
             die_with_parent()
         be_killed_first()

@@ -15,13 +15,13 @@ LOOK_S = 60.0
 
 
 class DeletionWatch:
-    """Reports whether a run was deleted from its store. Then its replicas work in vain, and must end.
+    """Reports whether a run was deleted from its store. Its replicas then work for nothing, and must end.
 
     Args:
         store: the run's store. It should try each request once.
         run_id: the run.
-        limit_s: the seconds for which the run's record must be missing in a directory. The whole directory may come
-            back with its disk. In a bucket, two reads in a row are enough. Default: as long as a lease.
+        limit_s: the seconds for which the run's record must be missing in a directory, because the disk of the
+            directory may come back. In a bucket, two reads in a row are enough. Default: as long as a lease.
         clock: returns the seconds of a monotonic clock. Default: the system's clock.
 
     Example:

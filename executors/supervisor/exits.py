@@ -22,7 +22,7 @@ from executors.supervisor.memory_kills import MemoryKills
 from executors.supervisor.processes import NEVER, RunningAttempt
 
 MARKERS_S = 3.0  # for writing cancel markers; the supervisor must kill its ranks in time
-SILENT_S = 5.0  # the pause after a failed request; shorter than the wait of an idle supervisor for the store
+SILENT_S = 5.0  # the pause after a failed request, which is shorter than the longest wait for the store
 SOONEST_S, LATEST_S = 1.0, 10.0  # between two tries to write an outcome
 
 
@@ -84,7 +84,7 @@ class ExitClassifier:
 class OutcomeWriter:
     """Writes the outcomes of attempts into the store, and tries again if the store fails.
 
-    No other process would record these ends.
+    Other processes do not know about these ends, so no other process would record them.
 
     Args:
         recorded: is called for each end that was recorded, with the outcome that counts.
@@ -117,11 +117,11 @@ class OutcomeWriter:
 
     @property
     def are_late(self) -> bool:
-        """Whether outcomes wait to be written, or the store has failed within the last seconds."""
+        """True if outcomes wait to be written, or the store has failed within the last seconds."""
         return bool(self._late) or self._clock() < self._silent_until
 
     def put_off(self, failure: StoreError) -> None:
-        """Write no outcome for some seconds, because another request has failed.
+        """Write no outcomes for some seconds, because another request to the store has failed.
 
         Args:
             failure: the error. After a damaged record there is no pause.
@@ -153,14 +153,14 @@ class OutcomeWriter:
             logging.getLogger(__name__).error("rank %d: its outcome cannot be written: %s", attempt.rank, failure)
 
     def try_again(self) -> None:
-        """Write late outcomes if a try is due. Stop at the first failure, because the supervisor has other work."""
+        """Write late outcomes if a try is due. Stop at the first error, because the supervisor has other work."""
         if self._clock() >= self.next_at:
             for place in list(self._late):
                 if self._try(*place) is not None:
                     return
 
     def is_pending(self, *, is_busy: bool) -> bool:
-        """Return True while outcomes wait to be written and there is still hope that the store takes them.
+        """Return True if outcomes wait to be written, and the longest wait for the store has not passed.
 
         Args:
             is_busy: whether the supervisor has other work. Time with other work does not count as waiting.
@@ -186,7 +186,7 @@ class OutcomeWriter:
         outcome: Outcome | None = None
         try:
             outcome = record_end(attempt, end)
-        except CorruptObjectError as error:  # another try does not repair a damaged record, so there is none
+        except CorruptObjectError as error:  # another try would find the same damaged record, so there is none
             failure = error
         except StoreError as error:
             failure = error
@@ -222,7 +222,8 @@ def fields_from_outside(running: RunningAttempt, exit_code: int) -> dict[str, An
 
 
 def is_fenced(running: RunningAttempt) -> bool:
-    """Return True if a living process has lost its attempt: another process has ended it, or claimed a later one.
+    """Return True if a live process has lost its attempt, because another process has ended it or claimed a later
+    one.
 
     Before its own claim the answer is False, because the process will claim the next attempt that is free.
 

@@ -1,9 +1,9 @@
 """Starts one of our processes as a new Python, because a fork is not always safe.
 
-A fork copies one thread of a process. A lock that another thread held stays locked in the copy forever, and a pool of
-threads that a library started has no threads there. So a process that has more than one thread starts others as new
-Pythons. A forked process inherits data from its parent. A new process gets them in two ways: as a message in a file
-without a name, and as open descriptors, such as the page that a replica shares with its supervisor.
+A fork copies only one thread of a process. A lock that another thread held stays locked in the copy forever, and thread
+pools of libraries have no threads there. So a process with several threads starts other processes as new Pythons. A
+forked process inherits the data of its parent. A new Python gets data in two ways: as a message in a file without a
+name, and as open descriptors, such as the page that a replica shares with its supervisor.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from executors.task.stored import StoredTask, read_task
 
 NEVER = float("inf")
 ATOMIC_LOOK_S = 0.5
-LEAVE_S = 120.0  # for functions registered at exit: an upload may take a minute, or wait forever for a network
+# Functions that are registered at exit get this time: an upload may take a minute, or wait forever for a network.
+LEAVE_S = 120.0
 MOST_UNKEPT, STACKS_AGAIN_S = 4, 10.0  # unwritten dumps of a rank, and the time between two tries to write them
 UNKILLABLE_S = 5.0  # the wait for a process that is stuck in the kernel, before it gets SIGKILL again
 STUCK_S = 60.0  # after the first SIGKILL; the kernel needs a while to free a terabyte of memory, or a GPU's memory
@@ -79,7 +80,8 @@ class ProcessStarter(Protocol):
         """
 
     def give_up_process(self, attempt: Attempt) -> None:
-        """Note that an attempt has ended although its process exists: no signal ends it, or frees its resources.
+        """Note that an attempt counts as ended although its process still exists, because no signal ends the
+        process.
 
         Args:
             attempt: the attempt.
@@ -98,7 +100,7 @@ class ProcessStarter(Protocol):
 
 @dataclass
 class RunningAttempt:
-    """The process of an attempt: its limits, and the reason why the supervisor ends it."""
+    """The process of an attempt, with its limits and the reason for which the supervisor ends it."""
 
     pid: int
     asked: Attempt
@@ -142,12 +144,15 @@ class RunningAttempt:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it ended by itself and runs functions that were registered at exit. These get their whole time."""
+        """True if it has ended by itself, and only runs functions that are registered at exit.
+
+        These get their whole time.
+        """
         return self.page.left_at > 0 and self.ending is None
 
     @property
     def is_ending(self) -> bool:
-        """Whether it is about to end, by itself or because the supervisor asked it to."""
+        """True if it will end soon, by itself or because the supervisor asked it to."""
         return self.ending is not None or self.page.left_at > 0
 
     def terminate(self, why: Reason, grace_s: float, because: str | None = None) -> bool:
@@ -170,7 +175,7 @@ class RunningAttempt:
         return True
 
     def kill_soon(self) -> None:
-        """End the grace of a rank that was asked to end."""
+        """End the grace of a rank that was asked to end, so that it is killed next."""
         self.grace_s, self.kill_at = 0.0, time.monotonic()
 
     def may_be_killed(self, now: float) -> bool:
@@ -195,7 +200,8 @@ class RunningAttempt:
         self.killed_at = min(self.killed_at, now)
 
     def is_stuck(self, now: float) -> bool:
-        """Return True if SIGKILL has not ended the process for a minute, because a call of the kernel does not return.
+        """Return True if the process still exists a minute after SIGKILL, because a call of the kernel does not
+        return.
 
         Args:
             now: the time by `time.monotonic`.
@@ -203,11 +209,13 @@ class RunningAttempt:
         return now >= self.killed_at + STUCK_S
 
     def watch(self, now: float, ranks: ProcessStarter) -> float:
-        """Check the progress of the rank, keep its stacks if it makes none, and schedule its SIGKILL at the limit.
+        """Check the progress of the rank.
+
+        Without progress, record its stacks, and schedule SIGKILL when the limit is reached.
 
         Args:
             now: the time by `time.monotonic`.
-            ranks: the starter of the process, which has its log.
+            ranks: the starter of the process, which writes its log.
 
         Returns: the time of the next check.
         """
@@ -272,7 +280,7 @@ def leave_supervisor(close: Iterable[int]) -> None:
         close: the supervisor's descriptors.
     """
     os.setsid()
-    with contextlib.suppress(OSError):  # some sandboxes lack it; then orphaned descendants are not ended by us
+    with contextlib.suppress(OSError):  # some sandboxes lack it; then orphaned descendants survive the supervisor
         become_subreaper()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):

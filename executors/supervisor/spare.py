@@ -1,7 +1,7 @@
-"""A spare: a container that stands by, and takes over a rank whose container was lost.
+"""A spare: a container that waits, and takes over a rank whose container was lost.
 
-It has the code and the packages, has imported torch, and follows the log of decisions. It begins the attempts that the
-log gives to it. If no process watches the run, the spare itself finds lost ranks and decides on them.
+It has the code and the packages, has imported torch, and reads the decision log. It begins the attempts that the log
+assigns to it. If no process watches the run, the spare itself finds lost ranks and decides to restart them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOST_AFTER_S = 60.0
 
 
 class Spare:
-    """Stands by until a rank needs it, or the run has ended. It is the starter of its own controller.
+    """Waits until a rank needs it, or the run has ended. It is the starter of its own controller.
 
     Args:
         spec: the run. Its only rank is the number of the spare.
@@ -92,10 +92,10 @@ class Spare:
         """The time from which the spare may act on an end, by rank, attempt and the nonce of the decision on it."""
 
     def stand_by(self) -> Attempt | None:
-        """Wait until a rank needs this container, and take it over.
+        """Wait until a rank needs this container, and take over the rank.
 
-        Returns: the attempt, whose handle now names this container. None: the run needs no spare any more. The spare
-            has its outcome in both cases.
+        Returns: the attempt, whose handle now names this container. None: the run no longer needs a spare. The outcome
+            of the spare is recorded in both cases.
         """
         for number in NOTICES:
             signal.signal(number, lambda *_: sys.exit())
@@ -123,7 +123,7 @@ class Spare:
         return self.taken
 
     def _follow(self) -> str:
-        """Follow the run until a rank was taken over. Return why the spare ends otherwise."""
+        """Watch the run until this spare has taken over a rank. Otherwise return the reason why the spare ends."""
         while True:
             try:
                 if why := self.look():
@@ -135,9 +135,9 @@ class Spare:
             time.sleep(FOLLOW_S)
 
     def look(self) -> str | None:
-        """Read the state of the run once, and take over a rank that needs it.
+        """Read the state of the run once, and take over a rank if one needs this container.
 
-        Returns: the reason why the spare has nothing left to wait for. None: it still stands by, or has taken a rank.
+        Returns: the reason why the spare must end. None: it waits on, or has taken over a rank.
 
         Raises:
             StoreError: the store does not answer. The same call may be repeated.
@@ -147,7 +147,7 @@ class Spare:
             return None
         if (
             self._lease is not None and self._lease.has_expired()
-        ):  # first, because a store that refuses us fails all below
+        ):  # checked first, because everything below fails at a store that refuses this process
             return self._lease.why
         n_known, entries, now = len(self._log.entries), self._log.read(), self._clock()
         if len(entries) == n_known and self._rank is None and now < self._look_at:
@@ -162,7 +162,7 @@ class Spare:
         if all(self._is_over(rank, snapshot.ends.get(rank)) for rank in snapshot.newest):
             return "the run has ended"
         self._handle = self._handle or self._me.find(HANDLE, parse_handle)
-        if self._handle is None:  # its launcher is about to write it
+        if self._handle is None:  # its launcher will write the handle soon
             return None
         if not self._is_watched:
             snapshot = replace(snapshot, ends={**snapshot.ends, **self._find_lost(snapshot)})
@@ -190,7 +190,7 @@ class Spare:
         place = attempt.bare_handle(self._handle.backend_name).metadata
         mine = replace(self._handle, rank=attempt.rank, metadata={**self._handle.metadata, **place})
         attempt.create(HANDLE, mine.to_json().encode())
-        found = attempt.find(HANDLE, parse_handle)  # the reply may be lost, and another process may have been first
+        found = attempt.find(HANDLE, parse_handle)  # the reply may have been lost, or another process was first
         if found == mine:
             self.taken = attempt
         self._asked = None
@@ -199,7 +199,7 @@ class Spare:
 
     @property
     def _is_watched(self) -> bool:
-        """Whether a process outside watches the run, and decides on ends."""
+        """True if a process outside the run's machines watches the run and decides on restarts."""
         return self._lease is not None and self._lease.is_held
 
     def _controller_of_run(self) -> RestartController:
@@ -232,14 +232,18 @@ class Spare:
         return lost
 
     def _choose(self, snapshot: RunSnapshot, now: float) -> int | None:
-        """Return the rank to take over: one that the log gives to this spare, or else one that no process takes."""
+        """Return the rank to take over: a rank that the log assigns to this spare, otherwise a rank that no process
+        restarts.
+        """
         awaited = [end for end in snapshot.ends.values() if not self._is_over(end.rank, end)]
         free = [end.rank for end in awaited if self._is_free(end, now)]
         named = [entry.rank for entry in self._log.entries if entry.how == self.how]
         return min(free, key=lambda rank: rank not in named, default=None)
 
     def _is_free(self, end: Outcome, now: float) -> bool:
-        """Return True if this spare may act on an end: no other process decides on it, or carries the decision out."""
+        """Return True if this spare may act on an end, because no other process decides on it or starts the next
+        attempt.
+        """
         answer = decision_on(self._log.entries, end.rank, end.attempt)
         if answer is not None and answer.how == self.how:
             return True

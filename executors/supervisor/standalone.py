@@ -24,7 +24,8 @@ from executors.supervisor.spare import Spare
 
 CANNOT_START = 78  # EX_CONFIG of sysexits.h, which the bootstrap uses, too
 TERM_GRACE_S = 5.0
-LEAST_TIME_S = 1.0  # if the installation used up the paid time, the replica still starts, to report its time limit
+# If the installation has used up the paid time, the replica still gets this time, to report its time limit.
+LEAST_TIME_S = 1.0
 
 
 def main() -> NoReturn:
@@ -70,7 +71,7 @@ def _run() -> int:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # code that asks a question on stdin would wait forever
     os.close(nothing)
-    with contextlib.suppress(OSError):  # some sandboxes lack it; then orphaned descendants are not ended by us
+    with contextlib.suppress(OSError):  # some sandboxes lack it; then orphaned descendants survive the supervisor
         become_subreaper()
     if os.environ.pop(environment.SPARE, None):
         attempt = Spare(read_spec(os.environ), _number(os.environ, environment.LOST_AFTER_S)).stand_by()

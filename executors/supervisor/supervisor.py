@@ -1,8 +1,8 @@
 """The supervisor: the parent process of one or more ranks, which starts and ends them and records their outcomes.
 
-It has one thread and its own session. It is a subreaper, and so is each rank. So a process that a rank leaves behind
-becomes a child of the supervisor when the rank ends, and the supervisor ends it, even if it has moved to another
-session. The supervisor of an attached run watches the launcher, and ends the run when the launcher has ended.
+It has one thread and a session of its own. The supervisor and each rank are subreapers. So when a rank ends, its child
+processes become children of the supervisor, which ends them, even if they have moved to another session. In an attached
+run, the supervisor watches the launcher, and ends the run when the launcher has ended.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DELETED = "the run was deleted from its store"
 
 
 # More than 20 methods: one thread handles signals, ends, markers, the log, progress and deadlines, with a method for
-# each. All use the running attempts. Several classes would hide the order of these steps, which matters.
+# each. All of them use the running attempts. The order of these steps matters, and several classes would hide it.
 class Supervisor:
     """Runs the ranks of one launch to their end.
 
@@ -188,18 +188,21 @@ class Supervisor:
 
     @property
     def _is_busy(self) -> bool:
-        """Whether a process of a rank runs or waits for its start, or a log is being copied."""
+        """True if a process of a rank runs or waits for its start, or a log is being copied."""
         return bool(self._running or self._waiting or self._copying)
 
     @property
     def _is_needed(self) -> bool:
-        """Whether there is anything left to do, or an outcome that the store has not taken yet."""
+        """True if any work is left, or the store has not yet taken an outcome."""
         has_more = self._is_busy or self._session.is_pending
         return self._outcomes.is_pending(is_busy=has_more) or has_more
 
     @property
     def _patience(self) -> OutageTolerance:
-        """How long to wait for a store that fails, with nothing else to do. After a failed start a launcher waits."""
+        """The longest wait for a failing store when there is no other work.
+
+        After a failed start, a launcher waits for the supervisor.
+        """
         return BRIEF if self._is_undone else SUPERVISOR
 
     def _write_to_logs(self, words: str) -> None:
@@ -225,7 +228,7 @@ class Supervisor:
         self._watch_at = 0.0
 
     def _begin_next(self, attempt: Attempt) -> None:
-        """Begin the next attempt of a rank. If the attempt before it still runs, end that first."""
+        """Begin the next attempt of a rank. If the process of the attempt before still runs, end it first."""
         rank = attempt.rank
         for running in self._running.values():
             if running.asked.rank == rank:

@@ -1,7 +1,8 @@
-"""Finds and wakes the process of this machine that supervises a replica, by a lock that the kernel knows.
+"""Finds and wakes the process of this machine that supervises a replica. The process is known by a file lock.
 
-A supervisor holds a lock on one byte of a file for each of its ranks, in the user's own state directory. Pids from a
-run's store are not used, because a stranger who can write to the store could let us send signals to any process.
+A supervisor locks one byte of a file for each of its ranks. The file is in the user's own state directory. Pids in a
+run's store are not used. Otherwise, any process that can write to the store could make this project send signals to any
+process of the user.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def wake(folder: Path, rank: int, attempt: int) -> bool:
     with contextlib.suppress(OSError):  # it has ended, or is another user's
         descriptor = open_process(pid)
         try:
-            if holder(folder, rank, attempt) == pid:  # else it has ended, and another process may have its pid
+            # Otherwise the process has ended, and another one may have its pid.
+            if holder(folder, rank, attempt) == pid:
                 signal_open_process(descriptor, signal.SIGUSR1)
                 return True
         finally:

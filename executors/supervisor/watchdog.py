@@ -1,8 +1,8 @@
-"""Judges whether a rank is alive: which limit counts, when it is reached, and the steps that end the rank then.
+"""Decides whether a rank hangs: which limit applies, when it is reached, and the steps that then end the rank.
 
-ADR 0043 has the table of states and limits, and the reasons. In short: a mark of progress is proof of life. Without
-marks, an idle rank is judged after a minute. An active rank is judged after half an hour, because it may be evaluating.
-A beat or a tick proves only that some code runs, and is not progress.
+ADR 0043 has the table of states and limits, and the reasons. In short: each mark of progress shows that the rank works.
+Without marks, an idle rank counts as hanging after a minute. An active rank counts as hanging after half an hour,
+because it may be evaluating. A beat or a tick only shows that some code runs, and does not count as progress.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from executors.supervisor.activity import ActivityMeter
 from executors.worker.failure import is_users_file
 from executors.worker.watched import HANG_SIGNAL, STACKS_NAME, STACKS_SIGNAL
 
-N_TO_LEARN = 6  # intervals of a section, before the idle limit follows from them
-LONGEST_TIMES = 5.0  # a learned limit is this many times the longest interval that was seen
+N_TO_LEARN = 6  # intervals of a section that are needed before its idle limit is learned from them
+LONGEST_TIMES = 5.0  # a learned limit is this many times the longest interval so far
 LATE_TICK_S = 15.0  # on a loaded machine a tick may be this late
 LOOK_S = 1.0
 OLD_S = 2.5  # a rank beats and ticks once a second
-READ_S, READ_LIMIT_S, AGAIN_S = 0.1, 3.0, 1.0  # a dump takes milliseconds; a second one distinguishes stuck from slow
+# A dump takes milliseconds, and a second dump shows whether a call is stuck or slow.
+READ_S, READ_LIMIT_S, AGAIN_S = 0.1, 3.0, 1.0
 BUSY = 0.05  # of a core
 LEAST_BUSY_S = 0.03  # of processor time, which is counted in hundredths: to dump its stacks takes one or two
 MAX_STACKS, MAX_DUMPS = 1 << 20, 20
@@ -42,10 +43,12 @@ class Defaults:
     """The limits, in seconds, if the user gave none. Tests inject shorter ones.
 
     Args:
-        idle_s: least idle limit between two marks.
-        unknown_idle_s: idle limit before anything is learned: at the start, in a new section, at the end.
-        active_s: least limit on an active rank between two marks, and from the opening of a DiLoCo to the first mark.
-        call_s: limit on one call of a rank that waits for others. A call to a directory that hangs is an outage, too.
+        idle_s: the shortest idle limit between two marks.
+        unknown_idle_s: the idle limit before any limit is learned: at the start, in a new section, and at the end.
+        active_s: the shortest limit on an active rank between two marks, and from the opening of a DiLoCo to the first
+            mark.
+        call_s: the limit on one call in a rank that waits for others. A directory that does not answer is an outage, so
+            it has no such limit.
         kill_after_s: seconds from one of these limits to SIGKILL.
     """
 
@@ -68,15 +71,15 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit that counts now.
+    """A limit that applies now.
 
     Args:
         kind: a key of `SEEN`.
         since: the time, by `time.monotonic`, from which it counts.
         soft_s: seconds until stacks are kept and `HangError` is raised.
         hard_s: seconds until SIGKILL.
-        ends: True if the rank is ended; False if it is only reported.
-        source: the option or the state that the number comes from, for the sentence.
+        ends: True if the rank is ended at the limit. False if it is only reported.
+        source: the option or state from which the limit comes, for the message.
     """
 
     kind: str
@@ -109,7 +112,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class WatchdogReport:
-    """A state of a rank that its supervisor must act on."""
+    """A state of a rank on which its supervisor must act."""
 
     sentence: str
     """As in `Replica 3 of 8 was idle for 61 s after step 812 (limit 60 s, …): …`; the error of a kill."""
@@ -121,17 +124,17 @@ class WatchdogReport:
 
 
 class Watchdog:
-    """Checks the progress of one attempt's process, and takes steps against it when a limit is reached.
+    """Checks the progress of one attempt's process, and acts when a limit is reached.
 
-    It asks for stacks, asks again after a second, and makes the rank raise `HangError`. It sends the signals for that.
-    Its supervisor acts on the reports: it keeps the stacks, and kills the rank.
+    It asks for stacks, asks again after a second, and then makes the rank raise `HangError`, each by a signal. Its
+    supervisor acts on the reports: it records the stacks, and kills the rank.
 
     Args:
         page: the memory that the rank shares with its supervisor.
         pid: the rank's process.
         limits: the run's limits, as the user asked for them.
-        ends: True if limits that the user did not give end the rank, too. A given number always does.
-        term_grace_s: seconds that the rank has after it raised `HangError`.
+        ends: True if default limits also end the rank. A limit that the user gave always ends it.
+        term_grace_s: the seconds that the rank has after it has raised `HangError`.
         spec: the run, for the sentences.
         rank: the rank, for the sentences.
         defaults: the limits where `limits` has no number.
@@ -179,7 +182,7 @@ class Watchdog:
         """The time of the next look, by `time.monotonic`."""
 
     def look(self, now: float) -> WatchdogReport | None:
-        """Look at the rank, and send it the signals that are due. An early look costs nothing.
+        """Check the rank, and send it the signals that are due. The call is cheap if nothing is due.
 
         Args:
             now: the time by `time.monotonic`.
@@ -190,7 +193,7 @@ class Watchdog:
         page, late_s, passed_s = self._page, now - self.next_look_at, now - self._now
         if late_s < 0:
             return None
-        if late_s > LOOK_S and self._steps is None:  # this machine slept, or a store held the supervisor up
+        if late_s > LOOK_S and self._steps is None:  # this machine was asleep, or a store delayed the supervisor
             self._floor = min(now, max(page.since, self._floor) + late_s)
             self._idle_since = min(now, self._idle_since + late_s)
             self._started_at = min(now, self._started_at + late_s)
@@ -200,7 +203,7 @@ class Watchdog:
         self._note_mark()
         limit = self._next_limit()
         if self._steps is not None and not page.diagnosis and not self._is_same(limit):
-            # The rank made a mark, or became active: the steps against it end here.
+            # The rank made a mark or became active, so no further steps are taken.
             self._steps = None
             if self._is_reported:
                 return self._alive_again()
@@ -212,7 +215,7 @@ class Watchdog:
                 if now - page.beat > OLD_S - LOOK_S:
                     self._measure(activity(self._pid))
                 return None
-            if (seen := activity(self._pid)) is not None and seen.is_traced:  # the user debugs it
+            if (seen := activity(self._pid)) is not None and seen.is_traced:  # a user debugs the process
                 self._floor = self._idle_since = now
                 self.next_look_at = now + min(LOOK_S, limit.soft_s)
                 return None
@@ -269,7 +272,9 @@ class Watchdog:
                 yield Limit("section", self._since, page.limit_s, 1.5 * page.limit_s, True, source)
         elif (
             page.is_finished
-        ):  # before the case of the start, because a rank that restarts after its last step never makes a mark
+            # This comes before the limits of the start, because a rank that restarts after its last step never makes a
+            # mark.
+        ):
             yield self._idle_limit(least.unknown_idle_s, "after the last round", ends=ends)
         elif not page.progress_marks:
             yield from self._limits_of_start(ends=ends)
@@ -315,7 +320,8 @@ class Watchdog:
         reached = self._limit
         return reached is not None and limit is not None and (reached.kind, reached.since) == (limit.kind, limit.since)
 
-    # -- the steps against a rank that has reached its limit ---------------------------------------------------------
+    # -- the steps against a rank that has reached its limit
+    # -------------------------------------------------------------
 
     def _take_steps(self, limit: Limit) -> Iterator[tuple[float, WatchdogReport | None]]:
         """Yield the seconds until the next step, and a report or None, after each step."""
@@ -356,7 +362,9 @@ class Watchdog:
         return min(at, page.atomic_since) + ATOMIC_LIMIT_S if page.atomic_since else at
 
     def _alive_again(self) -> WatchdogReport:
-        """Withdraw the report, so that a reader of the newest dump does not believe that the rank hangs."""
+        """Withdraw the report of a hang, so that a reader of the newest dump does not believe that the rank still
+        hangs.
+        """
         self._is_reported = False
         sentence = describe_end("alive", self._rank, self._spec.world_size)
         return WatchdogReport(sentence, sentence if self._page.n_stacks else None)
@@ -382,7 +390,8 @@ class Watchdog:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, number)
 
-    # -- what it looks like ------------------------------------------------------------------------------------------
+    # -- the description of a rank without progress
+    # ----------------------------------------------------------------------
 
     def _diagnosis(self) -> str:
         """Describe the activity of the rank instead of progress, as in "the main thread waits in a call"."""
@@ -402,7 +411,7 @@ class Watchdog:
         before, self._seen = self._seen, None if seen is None else (self._now, seen.cpu_s)
         if seen is None or before is None or self._now <= before[0]:
             return None
-        if seen.is_runnable:  # on a loaded machine its share of a core may be below the least that counts
+        if seen.is_runnable:  # on a loaded machine, its share of a core may be too small to be counted
             return True
         return seen.cpu_s - before[1] > max(LEAST_BUSY_S, BUSY * (self._now - before[0]))
 

@@ -1,4 +1,4 @@
-"""Faults on demand, to see a run survive them: `replicas launch --chaos SPEC`.
+"""Injects faults to test that a run survives them: `replicas launch --chaos SPEC`.
 
     kill:rank=1,round=3                      SIGKILL rank 1 when it is about to send its contribution to round 3
     kill:rank=1,at=seal,count=2,when=after   … when it has just tried to create its second seal
@@ -9,9 +9,9 @@
     oom:rank=1,round=3                       let the kernel kill the replica because memory runs out
     store:lost=0.02,delay=0.3                2 % of all store calls are done and then fail; each waits up to 0.3 s first
 
-The chaos of a run is one of its settings. The record `run.json` has it, and the executor passes it to the replicas. A
-worker injects the faults when it opens the run's store. `kill:every` is done by the supervisor. Other processes that
-open the store, such as a helper, get no faults.
+The faults of a run are one of its settings, recorded in `run.json`, and the executor passes them to the replicas. A
+worker injects them when it opens the run's store. The supervisor carries out `kill:every`. Other processes that open
+the store, such as a helper, get no faults.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def fault_points() -> Mapping[str, FaultPoint]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """A fault that ends or stops a replica's own process, at a call to the store, in the thread that makes the call."""
+    """A fault that ends or stops a replica's own process, when the process makes a certain call to the store."""
 
     verb: ClassVar[str]
     """The verb for the line in the replica's log, as in "hangs"."""
@@ -125,7 +125,7 @@ class Strike:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill(Strike):
-    """SIGKILL at a call to the store, or by the supervisor every few seconds."""
+    """SIGKILL at a call to the store, or every few seconds from the supervisor."""
 
     verb: ClassVar[str] = "dies"
     every: float = 0.0
@@ -357,7 +357,7 @@ def inject_faults(store: Store, specs: Sequence[str], rank: int, attempt: int) -
         attempt: the number of the attempt.
     """
     chaos = [(parse(spec), f"{number} {rank} {attempt}") for number, spec in enumerate(specs)]
-    # Strikes are the inner store: they count calls, and a call whose reply is lost has been done.
+    # Strikes are the inner store, because they count calls. A call whose reply is lost has reached the inner store.
     for kind in (Strike, StoreFaults):
         for spec, seed in chaos:
             is_here = spec.rank in (None, rank) and getattr(spec, "attempt", None) in (None, attempt)

@@ -1,4 +1,4 @@
-"""Claims an attempt for a process, so that of several processes started for one rank each has its own attempt."""
+"""Claims an attempt for a process. If several processes were started for one rank, each gets an attempt of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from executors.store.records import to_bytes
 
 
 class CancelledBeforeStart(ReplicasError):
-    """The attempt was cancelled before its process came up."""
+    """The attempt was cancelled before its process had started."""
 
 
 def claim_attempt(asked: Attempt, n_decisions: int = 0, key: str | None = None) -> tuple[Attempt, str]:
@@ -29,14 +29,13 @@ def claim_attempt(asked: Attempt, n_decisions: int = 0, key: str | None = None) 
 
     Args:
         asked: the attempt that the process was started for.
-        n_decisions: the number of first entries of the log that are known not to block the rank. Default 0.
+        n_decisions: the number of entries at the begin of the log that are known not to block the rank. Default 0.
         key: the key of a signed run. None, the default: the run is not signed.
 
     Returns: the claimed attempt, and the nonce of its claim.
 
     Raises:
-        CancelledBeforeStart: an attempt from the one asked for on was cancelled, or a cancel or stop in the log blocks
-            the rank.
+        CancelledBeforeStart: the requested attempt or a later one was cancelled, or the log blocks the rank.
     """
     nonce, claim = _new_claim()
     for attempt in map(asked.at, itertools.count(asked.number)):
@@ -54,7 +53,7 @@ def claim_attempt(asked: Attempt, n_decisions: int = 0, key: str | None = None) 
 
 
 def claim_alone(attempt: Attempt) -> bool:
-    """Claim this attempt and no later one. Return True if this process has it.
+    """Claim exactly this attempt. Return True if this process has it.
 
     Args:
         attempt: the attempt.
@@ -77,7 +76,10 @@ def _end_before_start(attempt: Attempt) -> NoReturn:
 
 
 def _nonce_that_counts(attempt: Attempt, claim: bytes) -> str:
-    """Create a claim, and return the nonce of the claim that exists. The call may be repeated after a lost reply."""
+    """Create a claim, and return the nonce of the claim that is in the store afterwards.
+
+    It may be called again after a lost reply.
+    """
     # A create may succeed although its reply is lost, so the read decides.
     attempt.create(CLAIM, claim)
     return attempt.read(CLAIM, Claim.parse).nonce

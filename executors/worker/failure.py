@@ -15,12 +15,13 @@ from executors.errors import CorruptObjectError, HangError, KeyNotFoundError, St
 OURS = tuple(str(Path(__file__).parents[2] / package) + os.sep for package in ("executors", "diloco"))
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
-VARYING = re.compile(r"\d+ sub-exceptions?|0x[0-9a-fA-F]+|\d+")  # counts, addresses and numbers in a message
+# Counts, addresses and numbers, which are removed from a message before a comparison.
+VARYING = re.compile(r"\d+ sub-exceptions?|0x[0-9a-fA-F]+|\d+")
 ANSWERS_OF_STORES = (KeyNotFoundError, CorruptObjectError, UnsafeStoreError)
 LAST_LINES, FEW_LINES, MAX_LAST_WORDS = 12, 6, 300
 FRAME = " \t│╭╮╰╯─|+-"
-NAMED_ERROR = re.compile(r"(?i)\berror\b\W*\s\w")  # also argparse's `train.py: error: …`, and fire's `ERROR: …`
-MAX_MESSAGE = 10_000  # characters that tell two errors apart
+NAMED_ERROR = re.compile(r"(?i)\berror\b\W*\s\w")  # includes `train.py: error: …` of argparse and `ERROR: …` of fire
+MAX_MESSAGE = 10_000  # of a message, when two errors are compared
 NOTEBOOK = ("/ipykernel_", "<ipython-input-")
 
 
@@ -52,9 +53,10 @@ def describe_failure(error: BaseException) -> dict[str, str | None]:
 
 
 def last_error(printed: str) -> str:
-    """Return the line with a program's reason to exit: the last line with the word "error", or else the last few lines.
+    """Return the line in which a program prints its reason to exit: the last line with the word "error", or the last
+    lines.
 
-    Parsers of options print usage and advice around that line, and some print a frame. Hydra prints no such word.
+    Parsers of options print usage and advice around that line, and some print a frame. Hydra does not print the word.
 
     Args:
         printed: the end of the program's output.
@@ -66,17 +68,17 @@ def last_error(printed: str) -> str:
 
 
 def fingerprint_of(error: BaseException) -> str | None:
-    """Return a hash that two exceptions share if only numbers in their messages differ.
+    """Return a hash of an exception. Two exceptions with the same hash differ at most in numbers in their messages.
 
-    The type, the message and the place of the exception count, of its causes, and of the members of a group. The
-    message alone is not enough: `raise … from` and a TaskGroup have the same message for any cause. The number and the
-    order of the members do not count, because both are chance.
+    The hash covers the type, message and place of the exception, of its causes, and of the members of a group. The
+    message alone is not enough, because `raise … from` and a TaskGroup have the same message for every cause. The
+    number and the order of members depend on chance, so they are not in the hash.
 
     Args:
         error: the exception.
 
-    Returns: 64 hexadecimal digits. None: a store has failed. Such a failure hits all replicas, and ends by itself, so
-        equal failures do not show that another attempt fails, too.
+    Returns: 64 hexadecimal digits. None for an error of a store, which all replicas get and which passes. So equal
+        errors of this kind do not show that the next attempt would fail, too.
     """
     _, *others = errors = list(_all_of(error))
     if any(map(is_store_failure, errors)):
@@ -88,7 +90,7 @@ def fingerprint_of(error: BaseException) -> str | None:
 
 
 def _likeness(error: BaseException) -> str:
-    """Return the message and the place of one exception, without numbers and addresses."""
+    """Return the message and the place of one exception without numbers and addresses."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users_file(frame.filename)]
     message = _only(error)[:MAX_MESSAGE]
     parts = [VARYING.sub("#", message)]
@@ -105,7 +107,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _all_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception, its causes, and the members of groups, as its traceback shows them."""
+    """Yield an exception, its causes, and the members of groups, in the order of its traceback."""
     seen, left = set[int](), [error]
     while left:
         error = left.pop()
@@ -138,7 +140,9 @@ def _place(trace: TracebackType | None) -> str | None:
 
 
 def is_store_failure(error: BaseException | None) -> bool:
-    """Return True if an error means that a store did not answer, or took nothing. A later attempt may succeed.
+    """Return True if the error means that a store did not answer or did not accept a write.
+
+    A later attempt may succeed.
 
     Args:
         error: any exception, or None.
@@ -147,7 +151,7 @@ def is_store_failure(error: BaseException | None) -> bool:
 
 
 def is_users_file(file: str) -> bool:
-    """Return True if a file is the user's: not part of Python, of an installed package, or of our packages.
+    """Return True if a file belongs to the user: not to Python, to an installed package, or to this project.
 
     Args:
         file: the path, as in a frame.

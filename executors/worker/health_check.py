@@ -20,7 +20,7 @@ class UnhealthyError(ReplicasError):
 
 
 def check_health(name: str, end: Callable[[str], None] | None = None, limit_s: float = LIMIT_S) -> None:
-    """Call a health check. It fails by an exception, by SystemExit, or by returning False.
+    """Call a health check. It has failed if it raises an exception, exits, or returns False.
 
     Args:
         name: the function, as in "checks.py:gpu".

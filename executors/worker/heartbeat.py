@@ -1,7 +1,7 @@
-"""The thread beside an entrypoint: it writes heartbeats, and notices when the supervisor has died.
+"""A background thread of the replica: it writes heartbeats, and ends the replica if the supervisor has died.
 
-The thread is not a `threading.Thread`, whose `start()` waits until the thread runs. Among 256 new processes that takes
-long. For the same reason this thread must import nothing: `threading` takes the thread that imports it first for the
+The thread is not a `threading.Thread`, because `start()` waits until the thread runs, which takes long with 256 new
+processes. The thread must not import `threading`, because that module takes the thread that imports it first for the
 main thread.
 """
 
@@ -28,7 +28,7 @@ from executors.worker.pace import Pace
 from executors.worker.sigterm import sigterm_arrived
 
 COPY_S = 60.0  # between two copies of the end of the output
-LOOK_S = 1.0  # between two looks for new reports, and so the least time between two heartbeats
+LOOK_S = 1.0  # between two checks for new reports, which is also the shortest time between two heartbeats
 BEAT_S = 10.0  # between two heartbeats without a new report
 
 
@@ -68,9 +68,9 @@ class Heartbeat:
 
     @property
     def supervisor_is_gone(self) -> bool:
-        """Whether the process that supervised this one has ended."""
-        # A descriptor of the supervisor would not do, because libraries that make daemons close all descriptors. A
-        # process whose parent has ended gets another parent.
+        """True if the process that supervised this one has ended."""
+        # A descriptor of the supervisor would not work, because libraries that start daemons close all descriptors. But
+        # a process whose parent has ended gets another parent.
         return self._supervisor_pid is not None and os.getppid() != self._supervisor_pid
 
     def start(self) -> None:
@@ -90,7 +90,8 @@ class Heartbeat:
                 self._end_process()
             now = time.monotonic()
             self._pace.look(now, self._replica.reported.get("step"))
-            self._write_warnings()  # before the beat with their count, so that a reader of the count finds the record
+            # Before the heartbeat with their number, so that a reader of the number finds the record.
+            self._write_warnings()
             if self._is_news or now - beaten_at >= BEAT_S:
                 self.beat()
                 beaten_at = now
@@ -129,7 +130,9 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def left_to_supervisor(self) -> Iterator[None]:
-        """Within the block, let a container's supervisor write the heartbeats of a replica whose outcome is late."""
+        """Let a container's supervisor write the heartbeats within the block, because the outcome of the replica is
+        late.
+        """
         self._note(time.monotonic())
         try:
             yield
@@ -148,7 +151,7 @@ class Heartbeat:
 
     @property
     def _is_news(self) -> bool:
-        """Whether a report or a warning came after the last heartbeat."""
+        """True if a report or a warning came after the last heartbeat."""
         return self._replica.reported != self._written or self._count != self._written_count
 
     @property
@@ -180,7 +183,10 @@ class Heartbeat:
         self._written, self._written_count = reported, count
 
     def _note(self, beaten_at: float) -> None:
-        """Note the time of the last heartbeat in the page. The supervisor beats if this thread waits for the store."""
+        """Note the time of the last heartbeat in the shared page.
+
+        The supervisor writes heartbeats if this thread waits for the store.
+        """
         if self._replica.page is not None:
             self._replica.page.beaten = beaten_at
 

@@ -1,7 +1,8 @@
-"""The main function of every replica, on every backend: claim the attempt, call the entrypoint, record one outcome.
+"""The main function of every replica on every backend: claims the attempt, calls the entrypoint, and records the
+outcome.
 
-`main()` owns its process, which a supervisor has started. `call_replica()` does the same inside a process of a third
-party. So it changes neither the descriptors nor the signal handlers of that process.
+`main()` has the process for itself, and a supervisor has started it. `call_replica()` does the same inside a process of
+another executor, so it does not change the descriptors and signal handlers of that process.
 """
 
 from __future__ import annotations
@@ -123,7 +124,9 @@ def main(assignment: Assignment) -> NoReturn:
 
 
 def call_replica(run: str, digest: str | None = None) -> Any:
-    """Run one replica inside a process of a third-party executor, which has this as its entrypoint.
+    """Run one replica inside a process of an executor outside this project.
+
+    The executor has this function as its entrypoint.
 
     Exceptions of the user's entrypoint are passed on.
 
@@ -135,7 +138,7 @@ def call_replica(run: str, digest: str | None = None) -> Any:
     Returns: the result of the user's entrypoint as a JSON value.
 
     Raises:
-        ReplicasError: another process has recorded another end of this attempt.
+        ReplicasError: another process has already recorded a different end of this attempt.
     """
     store_url, run_id = split_address(run)
     record = retry(lambda: read_record(store_at(store_url), run_record_key(run_id), RunRecord.parse), START)
@@ -145,7 +148,7 @@ def call_replica(run: str, digest: str | None = None) -> Any:
     argv = sys.argv
     set_environment(worker.replica)
     worker.heartbeat.start()
-    # Only within the block, because this process continues afterwards, with warnings that are not the replica's.
+    # Only within the block, because this process continues afterwards, and its later warnings are not the replica's.
     with collect_warnings(worker.warnings):
         try:
             outcome = worker.succeeded(
@@ -235,14 +238,14 @@ class _Worker:
             self._let_finish()
             if sigterm_arrived() and not self.heartbeat.supervisor_is_gone:
                 self.stop(None)
-                return TERMINATED  # the supervisor sent SIGTERM, knows the reason, and writes the outcome
+                return TERMINATED  # the supervisor sent SIGTERM for a reason that it knows, so it writes the outcome
             self._reserve.release()
             outcome = self._orphaned() if sigterm_arrived() else self.raised(error)
             _flush()
             half_a_line = assignment.output_tail().rpartition("\n")[2]
             _print("\n" * bool(half_a_line) + f"{outcome.error}\n")
-            # Keep the error. Otherwise Python would delete the objects in its frames now. That may take long, and
-            # would delay the record of the outcome.
+            # Keep the error alive. Otherwise Python would now delete the objects in its frames, which may take long and
+            # would delay the outcome.
             self._raised = error
         self.stop(outcome)
         _flush()
@@ -263,19 +266,21 @@ class _Worker:
         """
         replica, self._task = self.replica, task
         launched = replica.launched = task.record.launched_with
-        if not (task.record.args or {}).get("argv"):  # a user who gave options knows how to give them
+        # If the user gave options, the message needs no advice on how to give them.
+        if not (task.record.args or {}).get("argv"):
             self._entrypoint = task.record.entrypoint
         settings = None if launched is None else launched.settings
         if settings is not None and settings.health_check is not None:
-            seed_generators(replica, task.record.seed, but=set())  # first, because the check may import user modules
+            # The first time, because the check may import user modules.
+            seed_generators(replica, task.record.seed, but=set())
             with replica.section("health check", LIMIT_S):
                 check_health(settings.health_check, self._end_unhealthy if self._assignment.supervisor_pid else None)
         if settings is None or settings.tracker is None or replica.recorder is None:
             return _load(replica, task, self._assignment)
         from executors.worker.tracking import Tracking, tracked, write_run_page
 
-        # The tracker is loaded before the generators are seeded, so that it takes no numbers of the user's streams. It
-        # starts after that, because its thread loads more modules.
+        # The tracker is loaded before the generators are seeded, because it may draw random numbers. It is started
+        # after that, because its thread loads more modules.
         page = functools.partial(write_run_page, replica) if replica.rank == 0 else None
         about = tracked(task, replica, self._assignment.spec.launched_at)
         tracking = Tracking(settings.tracker, about, page, self.warnings.add)
@@ -349,7 +354,9 @@ class _Worker:
         return self._failed(reason, exit_code=1, **fields)
 
     def _left(self, page: SharedPage, result: Any = None) -> Outcome:
-        """Return the outcome of a replica that ended by itself after a stop or a notice."""
+        """Return the outcome of a replica that ended by itself after a stop, or after a notice that its machine will
+        be taken away.
+        """
         if page.is_stopping:
             text = self._sentence("stopped")
             return self._ended(ReplicaStatus.CANCELLED, "stopped", error=text, exit_code=TERMINATED, result=result)
@@ -395,7 +402,7 @@ class _Worker:
         def warn(words: str) -> None:
             nonlocal has_warned
             text = f"rank {self.replica.rank}: its outcome cannot be recorded yet: {words}"
-            if not has_warned:  # one warning shows why the outcome comes later than the end of the rank
+            if not has_warned:  # one warning is enough to show why the outcome is recorded later than the rank ended
                 has_warned = True
                 self.warnings.add(text, place="outcome")
             _print(f"replicas: {text}\n")
@@ -436,7 +443,7 @@ class _Worker:
 def _call_entrypoint(task: Callable[[], Any]) -> Any:
     """Call the entrypoint and return its result. After `sys.exit(0)` the result is None, unless a SIGTERM caused it.
 
-    If a process that the entrypoint has forked returns here, it exits: it is not the replica, and records no outcome.
+    If a process that the entrypoint forked returns here, it exits, because it is not the replica.
     """
     pid, code = os.getpid(), 1
     try:
@@ -488,7 +495,10 @@ def _load(replica: Replica, stored: StoredTask, assignment: Assignment) -> Calla
 
 
 def _recorded_env(rank: int, launched: LaunchedWith | None) -> Collection[str]:
-    """Return the names of the variables that the launch gave to a rank, or to its first placement for an added rank."""
+    """Return the names of the variables that a rank got from its launch.
+
+    An added rank gets the variables of the first placement.
+    """
     if launched is None:
         return ()
     place = next((each for each in launched.placements if rank in each.ranks), launched.placements[0])

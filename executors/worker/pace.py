@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 
 MAX_STEP = 1e15  # a report may be any number
-LEAP = 3.0  # a rate of this many times the usual one is a leap
-ENOUGH = 3  # the fewest observations; of only two, one may be a leap
-WINDOW_S = 60.0  # so long that a round of some seconds changes the rate little
+LEAP = 3.0  # an advance of this many times the usual rate is a leap
+ENOUGH = 3  # the fewest observations for a rate, because one of two may be a leap
+WINDOW_S = 60.0  # long enough that a round of some seconds changes the rate little
 
 
 class Pace:
@@ -18,7 +18,7 @@ class Pace:
         self._has_caught_up = False
 
     def look(self, now: float, step: float | None) -> None:
-        """Note the present step.
+        """Note the current step.
 
         Args:
             now: the time in seconds, by a monotonic clock.
@@ -35,9 +35,9 @@ class Pace:
             self._seen.popleft()
 
     def _catch_up(self) -> None:
-        """Begin the measurement again after the first leap, with which a returned replica catches up with the run.
+        """Begin the measurement again after the first leap: a returned replica jumps to the current step of the run.
 
-        Later leaps count, because a replica that leaps again and again is always late, and that is its real pace.
+        Later leaps count. A replica that repeatedly leaps is always late, so leaps are a part of its real rate.
         """
         if len(self._seen) < ENOUGH:
             return

@@ -1,4 +1,4 @@
-"""Collects the facts on a machine for `replicas doctor`, and on a replica for `replicas doctor --probe`."""
+"""Collects facts about a machine for `replicas doctor`, and about a replica for `replicas doctor --probe`."""
 
 from __future__ import annotations
 

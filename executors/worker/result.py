@@ -1,4 +1,4 @@
-"""Converts the result of an entrypoint to a JSON value, or raises an error with the path of the part that is none."""
+"""Converts the result of an entrypoint to a JSON value. An error has the path of the part that cannot be converted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from executors.errors import ResultError, kind_of
 
-MAX_DEPTH = 200  # a deeper value is a cycle
+MAX_DEPTH = 200  # a deeper value probably contains itself
 MAX_INTEGER_BITS = 14_000  # Python refuses to write integers of more than 4,300 digits
 
 

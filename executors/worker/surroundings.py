@@ -46,7 +46,7 @@ def set_environment(replica: Replica, threads: int | None = None) -> None:
 
 
 class OwnValues(dict[str, object]):
-    """A replica's own values for the placeholders, by name. It notes which of them were used.
+    """A replica's own values for placeholders, by name. It records which of them were used.
 
     Args:
         values: the values.
@@ -79,7 +79,7 @@ def fill_in_environment(replica: Replica, given: Iterable[str]) -> OwnValues:
 def check_gpu(asked: str) -> None:
     """Check that torch can use a GPU, so that no replica trains on the CPU of a machine with a paid GPU.
 
-    There is no check without torch, or if the entrypoint's module has loaded another framework and no torch.
+    Nothing is checked if torch is not installed, or if the entrypoint has loaded another framework and not torch.
 
     Args:
         asked: the GPU that the launch asked for, for the message.
@@ -116,7 +116,7 @@ def check_gpu(asked: str) -> None:
 
 
 def await_gpu_release(pid: int, limit_s: float = GPU_RELEASE_S) -> None:
-    """Wait until an ended process has freed the memory of this machine's GPUs, which takes a moment.
+    """Wait until an ended process has freed its GPU memory, which takes a moment.
 
     Args:
         pid: the process.
@@ -147,7 +147,8 @@ def seed_generators(replica: Replica, seed: int | None, but: set[str]) -> set[st
     Args:
         replica: the replica.
         seed: the seed of the run. None: the id of the run is the seed.
-        but: generators that were seeded before. The user's module may have seeded them since, so they are left out.
+        but: generators that were seeded before. They are not seeded again, because the user's module may have seeded
+            them since.
 
     Returns: the names of all loaded generators.
     """

@@ -1,4 +1,4 @@
-"""Sends the numbers of a replica to a tracker, such as wandb, from a thread of its own.
+"""Sends the numbers of a replica to a tracker such as wandb, from a separate thread.
 
 Neither the training nor the heartbeat waits for the tracker. A failure of the tracker is one warning.
 """
@@ -23,10 +23,10 @@ from executors.task.stored import StoredTask
 from executors.view.report.scalars import scalars
 from executors.view.report.trackers import PageTracker, Tracked, load_tracker
 
-MAX_WAITING = 10_000  # lines that wait for the tracker, which is some hours of them
-FINISH_S = 20.0  # a replica waits so long at its end for the tracker
+MAX_WAITING = 10_000  # lines in the queue for the tracker, enough for some hours
+FINISH_S = 20.0  # at its end, a replica waits this long for the tracker
 PAGE_SHARE = 0.5  # the share of this time for the page of the run
-HURRIED_S = 2.5  # the wait of a replica that is killed soon
+HURRIED_S = 2.5  # the same for a replica that is about to be killed
 
 
 class Tracking:
@@ -67,7 +67,7 @@ class Tracking:
             self._thread.start()
 
     def take(self, at: float, line: Mapping[str, Any]) -> None:
-        """Queue a line of measurements for the tracker. Never waits.
+        """Queue a line of measurements for the tracker. The call never waits.
 
         Args:
             at: the Unix time of the measurements.
@@ -134,7 +134,7 @@ class Tracking:
 
     @contextlib.contextmanager
     def _warned(self, problem: str) -> Iterator[None]:
-        """Turn an error in the block into a warning, and continue."""
+        """Print a warning for an error in the block, and continue."""
         try:
             yield
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a failure of the tracker must not end the training
@@ -181,7 +181,7 @@ def tracked(task: StoredTask, replica: Replica, launched_at: float) -> Tracked:
 
 
 def write_run_page(replica: Replica, path: Path) -> None:
-    """Write the page of a replica's run, by the present records in the store.
+    """Write the HTML page of a replica's run, from the current records in the store.
 
     Args:
         replica: the replica.
@@ -195,7 +195,10 @@ def write_run_page(replica: Replica, path: Path) -> None:
 
 
 class _StoreAlone:
-    """An executor that asks no service, because a replica has no account. Ranks without an outcome are running."""
+    """An executor that asks no service, because a replica has no account there.
+
+    Ranks without an outcome count as running.
+    """
 
     backend_name = "store"
     supports_inter_replica_network = False

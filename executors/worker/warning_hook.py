@@ -1,8 +1,8 @@
-"""The only place that collects a replica's warnings, from `warnings.warn` and from loggers.
+"""Collects the warnings of a replica, from `warnings.warn` and from loggers. No other module does this.
 
-Every text still goes to the same place as without this hook: to the handlers that the user configured, or to stderr.
-The hook only adds it to the attempt's `WarningLog`. It does not import `logging` itself, because replicas that do not
-need it start faster without it.
+Every warning still goes where it goes without this hook: to the handlers that the user configured, or to stderr. The
+hook also adds it to the attempt's `WarningLog`. It does not import `logging` itself, because replicas start faster
+without it.
 """
 
 from __future__ import annotations
@@ -65,10 +65,13 @@ def collect_warnings(log: WarningLog) -> Iterator[None]:
 
 
 def _note_warning(log: WarningLog, message: Warning | str, category: type[Warning]) -> None:
-    """Add a warning to the log if our code raised it, or if its category marks it. Never raises."""
+    """Add a warning to the log if code of this project raised it, or if its category is `ReplicasWarning`.
+
+    Never raises.
+    """
     with contextlib.suppress(Exception):
-        # By `stacklevel`, a warning has the file and line of the user's code. So the caller of `warnings.warn` is found
-        # in the stack.
+        # Because of `stacklevel`, a warning names the file and line of the user's code. So the stack is searched for
+        # the caller of `warnings.warn`.
         frame = _caller()
         module = "" if frame is None else str(frame.f_globals.get("__name__", ""))
         if issubclass(category, ReplicasWarning) or module.partition(".")[0] in OURS:

@@ -1,7 +1,8 @@
-"""The rank's side of the watchdog: it beats and ticks in the shared page, and handles the supervisor's two signals.
+"""The rank's part of the watchdog: it writes beats and ticks to the shared page, and handles the supervisor's two
+signals.
 
-At the first signal it dumps the stacks of its threads, which works also while a call holds the GIL. At the second it
-raises `HangError` in the main thread.
+At the first signal it dumps the stacks of its threads, even while a call holds the GIL. At the second signal it raises
+`HangError` in the main thread.
 """
 
 from __future__ import annotations
