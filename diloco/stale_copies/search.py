@@ -25,8 +25,12 @@ MOST_OBJECTS, MOST_DEPTH, MOST_PARTS = 100_000, 6, 10_000
 """The limits of a search: the number of objects, the distance from a variable, and the parts of one object."""
 SCALARS = frozenset({str, bytes, int, float, bool, complex, type(None)})
 """Types whose values contain no other objects."""
-NOT_USERS = ("diloco", "executors", "torch", "threading", "importlib", "runpy")
+NOT_USERS = ("diloco", "executors", "torch", "threading", "importlib", "runpy", "_pytest", "pluggy")
 """Packages whose frames have no variables of the user."""
+NOT_SEARCHED = ("diloco", "executors", "_pytest", "pluggy")
+"""Packages whose objects have no copy of the user's weights. Those of diloco lead to other replicas, if replicas are
+threads of one process. Those of pytest lead from each fixture to all tests of a session, so a search meets its limit.
+"""
 
 
 class Copy:
@@ -198,8 +202,8 @@ def _parts_of(thing: Any) -> Iterable[Any]:
     kind = type(thing)
     if kind in SCALARS or isinstance(thing, (type, ModuleType)):
         return ()
-    if kind.__module__.partition(".")[0] in ("diloco", "executors"):
-        return ()  # such objects lead to other replicas, if replicas are threads of one process
+    if kind.__module__.partition(".")[0] in NOT_SEARCHED:
+        return ()
     if isinstance(thing, OrderedDict) and hasattr(thing, "_metadata"):
         return ()  # a copy of `model.state_dict()`, which scripts keep for their best model
     own: Iterable[Any] = getattr(thing, "__dict__", {}).values()

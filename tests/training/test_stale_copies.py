@@ -391,6 +391,11 @@ def test_a_wrapper_is_named_also_where_variables_lead_to_more_objects_than_are_l
     assert len(data) > MOST_OBJECTS
 
 
+def test_a_search_in_a_test_does_not_go_through_all_tests_of_the_session(request: pytest.FixtureRequest) -> None:
+    """A fixture of the module leads to the session, and a session of 5,000 tests to more objects than are searched."""
+    assert not [thing for thing in reachable_objects() if thing is request.session or thing is request.config]
+
+
 def test_the_test_of_a_suspicion_leaves_parameters_as_they_were_but_for_rounding() -> None:
     model, other = nn.Linear(64, 64), nn.Linear(64, 64)
     other.load_state_dict(model.state_dict())
