@@ -72,8 +72,9 @@ def come_late(seen: Sequence[str], lines: Sequence[str]) -> list[str] | None:
 def place_after(seen: Sequence[str], lines: Sequence[str]) -> int:
     """Return the number of `lines` up to and including the last seen line.
 
-    Only seen lines that occur in `lines` count. The place is where the longest end of these lines occurs without a gap.
-    If there are several such places, the first one counts.
+    Only seen lines that occur in `lines` count. The function searches the
+    last of them as one block without a gap, and takes the longest block that it finds. If the block occurs several
+    times, the first place counts.
     """
     known = set(lines)
     common = [line for line in seen if line in known]

@@ -221,7 +221,7 @@ def installed(name: str) -> str:
 def is_satisfied(requirement: str) -> bool:
     """Return True if a requirement is an exact pin and its version is installed (`2.13.0+cpu` counts as 2.13.0)."""
     if requirement.startswith("--"):
-        return True  # an option that names an index
+        return True  # it is an option, such as an index, and names no package
     pin = PIN.fullmatch(requirement)
     has = installed(pin[1]) if pin else ""
     return pin is not None and pin[2] in (has, has.partition("+")[0])

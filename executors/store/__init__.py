@@ -1,7 +1,7 @@
 """Stores, through which the replicas of a run communicate: a map from keys to bytes in a directory, bucket or memory.
 
-`protocol.py` describes the promises of a store. `file.py`, `memory.py` and `s3/` keep them.
-`executors.testing.StoreContract` tests these promises for any store, also for yours.
+`protocol.py` describes the requirements of a store. `file.py`, `memory.py` and `s3/` implement them.
+`executors.testing.StoreContract` tests these requirements for any store, also for your own.
 """
 
 from executors.store.memory import MemoryStore

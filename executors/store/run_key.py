@@ -3,8 +3,8 @@
 The key as text is hexadecimal. It is never recorded and never shown. The key's id is recorded and shown, and nothing
 about the key can be computed from it.
 
-A process holds the keys of the runs that it works on in one table (`hold_key`). Records of an attempt are read and
-written in many functions. If each had to pass the key on, one that forgot it would accept a forged record.
+A process has one table with the keys of the runs that it works on (`hold_key`). Many functions read and write records
+of attempts. If each had to pass the key on, one that forgot it would accept a forged record.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def hold_key(store_url: str, run_id: str, key: str | None) -> None:
     Args:
         store_url: the store of the run, as `Store.url` names it.
         run_id: the run.
-        key: the key as text. None: this process was given none, and a key that it holds stays.
+        key: the key as text. None: this process got no key, and a key that it already has stays.
 
     Raises:
         ValueError: the text is not a key.
@@ -135,7 +135,7 @@ def hold_key(store_url: str, run_id: str, key: str | None) -> None:
 
 
 def drop_key(store_url: str, run_id: str) -> None:
-    """Drop the key that this process holds of a run, because a new run takes its id.
+    """Remove the key of a run from this process, because a new run takes the id.
 
     Args:
         store_url: the store of the run, as `Store.url` names it.
@@ -148,7 +148,7 @@ def drop_key(store_url: str, run_id: str) -> None:
 
 
 def note_lacking_key(store_url: str, run_id: str) -> None:
-    """Note that a run is signed and that this process does not have its key. A key that the process holds stays.
+    """Note that a run is signed and that this process does not have its key. An existing key of the run stays.
 
     Args:
         store_url: the store of the run, as `Store.url` names it.
@@ -180,7 +180,7 @@ def hold_named_key(store_url: str, run_id: str, wanted: str) -> None:
 
 
 def held_key(store_url: str, run_id: str) -> bytes | None:
-    """Return the key that this process holds of a run. None: the run is not signed, or its key is not known here.
+    """Return the key of a run if this process has it. None: the run is not signed, or its key is not known here.
 
     Args:
         store_url: the store of the run, as `Store.url` names it.

@@ -11,8 +11,8 @@ from typing import Any
 class StalenessTracker:
     """Measures for how long values have not changed, by this process's own clock.
 
-    Records have times by the clocks of other machines, and those may be wrong. So a process that judges a heartbeat, a
-    lease or an end notes the value at each look. It counts from the first look that saw the present value.
+    Records contain times of other machines, whose clocks may be wrong. So a process that judges a heartbeat, a lease or
+    an end notes the value at each look. It measures from its first look at the current value.
 
     Args:
         clock: returns seconds of a monotonic clock. Default: `time.monotonic`.
@@ -45,7 +45,7 @@ class StalenessTracker:
         return unchanged_s
 
     def unchanged_s(self, key: Hashable) -> float:
-        """Return for how many seconds a value has not changed, assuming that it is still as the last look saw it.
+        """Return for how many seconds a value has not changed, assuming that it has not changed since the last look.
 
         Args:
             key: names the watched thing. `note` was called with it before.

@@ -13,12 +13,12 @@ MAX_LINES = 3  # lines about one run: each names an object
 
 
 def describe_standstill(found: Standstill, store_url: str, *, has_ended: bool = False) -> str:
-    """Return a line that names the object that holds a round up, and the command that deletes the object.
+    """Return a line that names the object that blocks a round, and the command that deletes the object.
 
     Args:
         found: the standstill, which another user may have written. The caller must escape the text for its output.
         store_url: the url of the run's store.
-        has_ended: True if the replica has ended while the round stood still.
+        has_ended: True if the replica ended while the round was blocked.
 
     Example:
         describe_standstill(Standstill(round=12, key="otter/diloco/main/seal/11"), "file:///data/runs")

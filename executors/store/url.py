@@ -35,8 +35,8 @@ ANIMALS = (
 def open_store(url: str | Path, *, is_known: bool = False) -> Store:
     """Open the store at `url`.
 
-    That is `file:///path` or a plain path, `s3://bucket/prefix?endpoint_url=&region=&profile=` (needs the extra `s3`),
-    or `memory://name` (this process only). Opening a directory creates it when it is missing.
+    The url is `file:///path` or a plain path, `s3://bucket/prefix?endpoint_url=&region=&profile=` (needs the extra
+    `s3`), or `memory://name` (this process only). A missing directory is created.
 
     A store must create objects exclusively. Opening it checks that: one name is created there twice, and the second
     creation must fail. A store that this process may only read can be opened, too. Then the first write raises the
@@ -46,8 +46,8 @@ def open_store(url: str | Path, *, is_known: bool = False) -> Store:
 
     Args:
         url: the address of the store, or a path of this machine.
-        is_known: True if the store has runs already. Then a bucket is not checked until the first object is created,
-            so a process that only looks at runs need not wait. Default False.
+        is_known: True if the store already has runs. Then a bucket is checked only when the first object is created, so
+            a process that only reads runs need not wait. Default False.
 
     Raises:
         TypeError: the url is neither a string nor a path.
@@ -249,7 +249,7 @@ def located_url(url: str) -> str:
 
 
 def is_near(url: str) -> bool:
-    """Return True if a look into a store costs almost nothing: in a directory, or in this process's memory.
+    """Return True if reading from a store costs almost nothing, as in a directory or in this process's memory.
 
     Args:
         url: the url of a store.

@@ -186,7 +186,7 @@ class OutcomeWriter:
         outcome: Outcome | None = None
         try:
             outcome = record_end(attempt, end)
-        except CorruptObjectError as error:  # another try would find the same damaged record, so there is none
+        except CorruptObjectError as error:  # the record stays damaged, so it is not read again
             failure = error
         except StoreError as error:
             failure = error

@@ -4,5 +4,5 @@ Read `create.py` first: it writes a new run. `record.py` has the records, `store
 replica, and `entrypoint.py` finds the function. `arguments.py`, `placeholders.py`, `pickles.py` and `sources.py` are
 about its arguments. `addition_record.py` and `removal_record.py` have the records of added ranks and of a removal.
 
-Data enters as a `LaunchRequest`. It leaves as objects in the store, and as the function that a worker calls.
+Input is a `LaunchRequest`. Output is objects in the store, and the function that a worker calls.
 """

@@ -43,7 +43,7 @@ class Addition(AddedRanks, Placement):
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether the process that was about to start the ranks is known to have ended."""
+        """True if the process that wanted to start the ranks is known to have ended."""
         return self.added_process is not None and has_ended(self.added_process)
 
     @property
@@ -129,7 +129,7 @@ def take_ranks(store: Store, run_id: str, world_size: int, n: int, placement: Pl
 def _free_ranks(
     store: Store, run_id: str, world_size: int, n: int, known: Iterable[Addition | None]
 ) -> tuple[int, ...]:
-    """Return the lowest ranks beyond the first world that no record names."""
+    """Return the lowest ranks above the launched ranks that no record has taken."""
     taken = {rank for rank, _, _ in Inventory.of(store, run_id).records}
     taken |= {rank for each in known if each is not None for rank in each.ranks}
     return tuple(islice((rank for rank in count(world_size) if rank not in taken), n))

@@ -54,12 +54,12 @@ class Removal(Record):
 
     @property
     def has_stopped(self) -> bool:
-        """Whether the process that began the removal is known to have ended."""
+        """True if the process that began the removal is known to have ended."""
         return self.process is not None and has_ended(self.process)
 
     @property
     def is_void(self) -> bool:
-        """Whether the process of the removal has ended before it deleted anything."""
+        """True if the process of the removal ended before it deleted anything."""
         return self.has_stopped and not self.is_deleting
 
     def describe(self, run_id: str, reference: str) -> str:
@@ -114,7 +114,8 @@ def check_not_removed(store: Store, run_id: str, reference: str) -> None:
     """Check that a run exists and is not being removed.
 
     A caller that starts replicas checks twice: before it writes anything, and after it has written a record that a
-    removal looks for. A removal writes its own record before it looks. So at least one of the two sees the other.
+    removal looks for. A removal writes its own record before it checks the run. So at least one of the two processes
+    sees the other's record.
 
     Args:
         store: the store of the run.

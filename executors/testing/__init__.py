@@ -1,4 +1,4 @@
-"""Contract suites: tests of the promises of every store, executor and job service, also of yours.
+"""Contract suites: tests that check a store, executor or job service against its interface, also your own.
 
 Subclass a suite in a test file, supply its fixtures, and inherit its tests:
 

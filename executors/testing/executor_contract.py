@@ -1,4 +1,4 @@
-"""ExecutorContract: tests of the promises of every executor. Subclass it, supply an `executor`, and inherit the tests.
+"""ExecutorContract: tests that every executor must pass. Subclass it, supply an `executor`, and inherit the tests.
 
     class TestMyExecutor(ExecutorContract):
         @pytest.fixture

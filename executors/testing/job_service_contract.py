@@ -1,4 +1,6 @@
-"""JobServiceContract: tests of the promises of every job service. Subclass it, supply three methods, inherit the tests.
+"""JobServiceContract: tests that every job service must pass.
+
+Subclass it, supply three methods, and inherit the tests.
 
 class TestMyJobs(JobServiceContract):
     @pytest.fixture

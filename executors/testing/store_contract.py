@@ -1,4 +1,4 @@
-"""StoreContract: tests of the promises of every store. Subclass it, supply a `store`, and inherit the tests.
+"""StoreContract: tests that every store must pass. Subclass it, supply a `store`, and inherit the tests.
 
     class TestMyStore(StoreContract):
         @pytest.fixture

@@ -100,7 +100,7 @@ def _response(error: BaseException) -> dict[str, Any]:
 
 
 def failures(*more: type[Exception]) -> tuple[type[Exception], ...]:
-    """Return the classes of the errors that a request to a bucket may raise, for an `except`.
+    """Return the classes of errors that a request to a bucket may raise, to be used in `except`.
 
     Args:
         more: more classes.
