@@ -149,8 +149,8 @@ class AttachedState:
         If its count is larger now, the script steps the schedule, too.
         """
         self._own_step_at: dict[str, int] = {}
-        """For each schedule that follows the run, the number of steps that this process had made when the script last
-        stepped the schedule.
+        """For each schedule that follows the run, the number of steps that this process had made when the script
+        last stepped the schedule.
         """
         self._misfits: set[str] = set()
         """The names of schedules that follow the run, although they count epochs. The script was warned of them."""
@@ -232,8 +232,9 @@ class AttachedState:
             self.follow(step, self._n_steps)
 
     def catch_up(self, step: int, n_steps: int) -> None:
-        """Make up for the calls of `follow` that were skipped while nothing was attached. Call this before the first
-        `attach`.
+        """Count the calls of `follow` that were skipped while no object was attached.
+
+        Call this before the first `attach`.
 
         Args:
             step: the run's step.

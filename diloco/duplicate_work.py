@@ -62,7 +62,7 @@ class DuplicateWorkCheck:
         """True once work that changed was seen. From then on, only reports with duplicate work need a check."""
 
     def expect_no_moves(self) -> None:
-        """Do not warn if no value changes, because an average of weights may not have begun yet."""
+        """Do not warn if no value changes. The averaged copy of the weights may not have started to change yet."""
         self._has_counted = True
 
     def check(self, reports: Iterable[RoundReport]) -> None:
@@ -90,8 +90,9 @@ class DuplicateWorkCheck:
                 raise DuplicateWorkError(f'{sentence} If it is intended, pass same_data="allow".')
 
     def _check_it_moved(self, report: RoundReport) -> None:
-        """Warn if the first counted work is empty, because no parameter has changed. Later rounds are not checked:
-        parameters may be frozen on purpose.
+        """Warn if the first counted work is empty, because no parameter has changed.
+
+        Later rounds are not checked: parameters may be frozen on purpose.
         """
         if self._is_empty(report) and report.work > 0:
             log.warning(

@@ -1,5 +1,5 @@
-"""Extends a run beyond its planned end: the checks before the order is written, and `Extension`, with which each
-replica follows it.
+"""Extends a run beyond its planned end: checks the order before it is written, and lets each replica follow the
+order.
 
 An extension is an entry in the decision log of the run, so it reaches every attempt on every machine. The script still
 passes its first total to DiLoCo. Up to that total all replicas agree on every entry, whether they know of the extension

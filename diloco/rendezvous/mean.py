@@ -1,5 +1,6 @@
-"""Reads the mean of a sealed entry, or computes it: `Reducer` computes the shards of this replica, and shards that
-other replicas have not written.
+"""Reads the mean of a sealed entry, or computes it.
+
+`Reducer` computes this replica's shards, and shards that other replicas have not written in time.
 
 A stored shard also decides which inputs are left out of the mean because they could not be read. So every replica uses
 the stored shard, also the replica that has computed the same shard itself: another replica may have stored it first,

@@ -209,8 +209,8 @@ class Phase:
         self.uncounted_steps = [0] * plan.n_fragments
         """For each fragment, the number of steps of this process whose work no seal has counted yet."""
         self.has_restored_work = [False] * plan.n_fragments
-        """For each fragment, True if the uncounted work contains work of an earlier attempt, whose number of steps is
-        not known.
+        """For each fragment, True if the uncounted work contains work of an earlier attempt, whose number of steps
+        is not known.
         """
         self.phase_s = 0.0
         """Seconds that the steps of one entry take, measured so far. 0: not known yet."""
@@ -336,7 +336,9 @@ class Phase:
         return told
 
     def start_training_clock(self) -> None:
-        """Record that the training thread leaves the rendezvous. Time in the rendezvous does not count as training."""
+        """Record the time at which the training thread leaves the rendezvous, so that time in the rendezvous does
+        not count as training.
+        """
         self._left_s = self._clock()
 
     def begin(self, base: float, since: float = 0, *, position: int = 0) -> None:
@@ -397,7 +399,10 @@ class Phase:
             self._count_from(looked_s + self._overlap_s)
 
     def _within_the_plan(self, since: float) -> float:
-        """Return the given steps, but 0 at the last planned step, because no average contains steps beyond the plan."""
+        """Return the given number of steps.
+
+        Return 0 at the last planned step, because no average contains later steps.
+        """
         return 0 if self.base_step == self._end else since
 
     def _count_from(self, from_s: float) -> None:

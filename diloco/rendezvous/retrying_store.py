@@ -253,7 +253,7 @@ class RetryingStore:
         return True
 
     def _failed(self, verb: str, error: StoreError) -> None:
-        """Record a failed call. Raise the error if calls of this kind have failed for too long."""
+        """Record a failed call. Raise the error if calls of this kind have failed for longer than the patience."""
         self._n_failed[verb] += 1
         if not self._outages[verb].tolerates(error) and self._n_failed[verb] >= FAILURES:
             raise error

@@ -290,11 +290,11 @@ class Context:
 
     @property
     def ask_again_s(self) -> float:
-        """Seconds between two questions which replicas have left. A slow store is asked less often."""
+        """The seconds between two questions about which replicas have left. A slow store is asked less often."""
         return max(ASK_AGAIN_S, ANSWERS_PER_QUESTION * min(self.store.answer_s, 1.0))
 
     def pauses(self) -> Iterator[float]:
-        """Yield the pauses, in seconds, between looks for the work of others."""
+        """Yield the pauses, in seconds, between two looks for the work of other replicas."""
         return backoff(self.rng, most_s=min(MOST_PAUSE_S, max(0.02, self.limits.grace_s / 4)))
 
 

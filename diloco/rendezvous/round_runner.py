@@ -126,7 +126,7 @@ class RoundRunner:
 
     @property
     def in_flight(self) -> bool:
-        """True if work was sent in phase whose round was not applied yet."""
+        """True if this replica sent work in phase, and the round of that work was not applied yet."""
         entry = self.entry
         if entry is None or entry.index != self.position or entry.pending is None:
             return False
@@ -145,11 +145,11 @@ class RoundRunner:
         self.catch_up()
 
     def catch_up(self, *, has_met: bool = False, n_merged: int | None = None) -> bool:
-        """Apply every entry that is sealed already, without waiting for others; return True if there is a result.
+        """Apply every entry that has a seal, without waiting for other replicas. Return True if there is a result.
 
         Args:
-            has_met: True if all inner steps of the phase are made. A replica that begins has none to make, so it passes
-                True.
+            has_met: True if all inner steps of the phase are made. A replica that begins has no steps to make, so it
+                passes True.
             n_merged: the number of results that the training thread had merged when it queued the job. If there is a
                 newer result by now, the job does nothing. None: apply in any case.
         """
