@@ -213,7 +213,7 @@ class StoreContract(StoreRaces, KnownGaps):
             assert (caught.value.key, caught.value.url) == ("runs/nothing", store.url)
             assert isinstance(caught.value, FileNotFoundError)
 
-    def test_the_first_creation_wins_and_says_so(self, store: Store) -> None:
+    def test_the_first_creation_wins_and_reports_that(self, store: Store) -> None:
         assert store.put_if_absent("seal", b"first") is True
         assert store.put_if_absent("seal", b"second") is False
         assert bytes(store.get("seal")) == b"first"

@@ -147,7 +147,7 @@ class StoreRaces:
         with ThreadPoolExecutor(8) as pool:
             assert [line for lines in pool.map(create_and_delete, range(8)) for line in lines] == []
 
-    def test_listing_beside_writing_and_deleting_goes_on(self, store: Store) -> None:
+    def test_listing_beside_writing_and_deleting_continues(self, store: Store) -> None:
         store.put("steady/kept", b"x")
         stop = threading.Event()
 

@@ -141,7 +141,7 @@ def test_what_happened_is_marked_on_the_lane_with_a_tooltip_and_listed(
         assert tab.locator("table.events td.noted").first.text_content() == "hang suspected"
 
 
-def test_any_reported_number_can_be_chosen_and_what_is_under_the_pointer_is_told(
+def test_any_reported_number_can_be_chosen_and_what_is_under_the_pointer_is_reported(
     browser: Any, files: Callable[[str], Path]
 ) -> None:
     with Shown(browser, files("calm")) as tab:

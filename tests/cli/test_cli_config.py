@@ -124,7 +124,7 @@ def test_what_is_wrong_with_a_launch_is_said_with_the_file_that_says_it(here: He
     assert here.replicas("launch", "--help").code == 0, "a broken file breaks no help"
 
 
-def test_config_prints_what_holds_and_who_says_so(
+def test_config_prints_what_holds_and_their_origins(
     here: HereInstead, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REPLICAS_GPU", "H100")

@@ -89,7 +89,7 @@ def test_backends_shows_the_type_default_and_meaning_of_every_option(here: HereI
     assert "term_grace_s float, default 5.0" in stdout
 
 
-def test_backends_shows_one_that_is_named_and_refuses_a_name_that_is_none(here: HereInstead) -> None:
+def test_backends_shows_one_that_is_named_and_refuses_a_name_that_is_invalid(here: HereInstead) -> None:
     shown = here.replicas("backends", "modal").stdout
     assert shown.startswith("modal  ready")
     assert "local  ready" not in shown

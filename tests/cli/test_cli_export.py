@@ -73,7 +73,9 @@ def test_an_export_follows_a_run_to_its_end(here: HereInstead, live: str) -> Non
     assert said.stdout == f"Wrote {second['rows']} rows of mine to run.csv.\n"
 
 
-def test_an_export_says_what_it_cannot_do(here: HereInstead, local: LocalProcessExecutor, tmp_path: Path) -> None:
+def test_an_export_names_the_things_that_it_cannot_do(
+    here: HereInstead, local: LocalProcessExecutor, tmp_path: Path
+) -> None:
     run = launch(local, "job:report", 1, run_id="mine")
     run.results()
     for arguments, said in (

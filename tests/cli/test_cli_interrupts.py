@@ -30,7 +30,7 @@ def is_hanging(run_id: str) -> bool:
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: signal.Signals(number).name
 )
-def test_one_interrupt_cancels_the_run_says_so_and_waits_for_the_end(folder: Folder, number: int) -> None:
+def test_one_interrupt_cancels_the_run_reports_that_and_waits_for_the_end(folder: Folder, number: int) -> None:
     with folder.started("launch", "job:hang", "--n", 2, "--run-id", "mine", *FAST) as command:
         command.prints("running")
         eventually(lambda: is_hanging("mine"))
@@ -272,7 +272,7 @@ def test_a_long_note_is_cut_where_the_terminal_ends(on_terminal: Callable[..., T
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupt_ends_the_ranks_that_were_added_and_the_table_says_so(
+def test_an_interrupt_ends_the_ranks_that_were_added_and_the_table_reports_that(
     folder: Folder, on_terminal: Callable[..., Terminal], number: int
 ) -> None:
     assert folder.launch("job:hang", "--detach", "--run-id", "mine").code == 0

@@ -34,7 +34,7 @@ def test_arguments_are_json_where_they_parse_and_strings_where_not(here: HereIns
     assert "compare=True is a string. For the constant, write compare=true." in result.stderr
 
 
-def test_an_argument_is_what_its_annotation_says_also_where_only_the_replica_knows_it(here: HereInstead) -> None:
+def test_an_argument_is_what_its_annotation_says_even_if_only_the_replica_knows_it(here: HereInstead) -> None:
     (here.folder.path / "annotated.py").write_text(
         "import enum\nfrom pathlib import Path\nfrom job import echo\n"
         "class Mode(enum.Enum):\n    FAST = 'f'\n"
@@ -86,7 +86,7 @@ def test_json_is_one_document_on_stdout_and_progress_goes_to_stderr(here: HereIn
     assert "rank 1 failed (exception: RuntimeError: it went wrong)" in result.stderr
 
 
-def test_failed_ranks_make_exit_code_1_and_the_command_says_why_and_where_their_logs_are(here: HereInstead) -> None:
+def test_failed_ranks_make_exit_code_1_and_the_command_reports_why_and_where_their_logs_are(here: HereInstead) -> None:
     (here.folder.path / "mixed.py").write_text(
         "import job\nfrom executors import current_replica\n"
         "def main():\n    return job.die(2) if current_replica().rank == 2 else job.fail([1])\n"
@@ -110,7 +110,7 @@ def test_only_time_limits_make_exit_code_124(here: HereInstead) -> None:
     assert "failed (timeout)" in result.stdout
 
 
-def test_what_starting_again_does_not_help_makes_exit_code_93_and_says_why(here: HereInstead) -> None:
+def test_what_starting_again_does_not_help_makes_exit_code_93_and_reports_the_reason(here: HereInstead) -> None:
     result = here.launch("job:fail", "--arg", "ranks=[0, 1]", "--restarts", "3", "--run-id", "mine", n=2)
     assert result.code == 93, result
     why = "stopped: ranks 0-1 failed the same way before their first step: RuntimeError: it went wrong"
@@ -142,7 +142,7 @@ def test_a_full_disk_under_the_output_does_not_end_the_run_that_is_watched(folde
     assert (command.returncode, error) == (1, f"Error: [Errno 28] {why}\n"), "and in the end that counts"
 
 
-def test_a_detached_run_goes_on_by_itself_and_values_of_its_environment_are_recorded_nowhere(
+def test_a_detached_run_continues_by_itself_and_values_of_its_environment_are_recorded_nowhere(
     folder: Folder, state_home: Path
 ) -> None:
     arguments = ("--arg", "name=TOKEN", "--env", "TOKEN=hunter2=x", "--detach", "--run-id", "by-itself")

@@ -230,7 +230,7 @@ def test_a_progress_bar_is_shown_as_a_terminal_shows_it_in_the_end_and_raw_on_de
     assert "\r90 %" in attach("mine").logs(rank=1)
 
 
-def test_elsewhere_a_log_is_read_in_the_rendezvous_and_that_is_said(
+def test_elsewhere_a_log_is_read_in_the_rendezvous_and_that_is_reported(
     bars: HereInstead, local: LocalProcessExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = launch(local, "bars:fail_once", 1, run_id="mine", rendezvous=tmp_path / "there")
@@ -248,7 +248,7 @@ def test_elsewhere_a_log_is_read_in_the_rendezvous_and_that_is_said(
     assert "local has no log of it. This was kept by its outcome, 'mine/replicas/0000/0/outcome.json'." in shown.stderr
 
 
-def test_logs_of_another_user_before_the_first_copy_say_so(
+def test_logs_of_another_user_before_the_first_copy_report_that(
     here: HereInstead, local: LocalProcessExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = launch(local, "job:hang", 1, run_id="mine", rendezvous=tmp_path / "there")

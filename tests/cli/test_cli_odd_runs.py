@@ -66,7 +66,7 @@ def test_a_run_is_found_by_any_spelling_of_its_path(here: HereInstead, local: Lo
     assert "No run 'x' is known on this machine" in here.replicas("status", "x/").stderr
 
 
-def test_a_column_that_nobody_reports_is_named_with_those_that_are(
+def test_a_column_that_no_one_reports_is_named_with_those_that_are(
     here: HereInstead, local: LocalProcessExecutor
 ) -> None:
     launch(local, "job:report_more", 1, run_id="mine").wait()
@@ -102,7 +102,7 @@ def shared_with_a_group(folder: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 @pytest.mark.parametrize("locked", ["runs", "runs/mine", "runs/mine/replicas/0000/0/output.log"])
-def test_what_belongs_to_somebody_else_is_said_to(
+def test_what_belongs_to_another_user_is_said_to(
     here: HereInstead, local: LocalProcessExecutor, tmp_path: Path, locked: str
 ) -> None:
     shared_with_a_group(tmp_path / "runs")
@@ -144,7 +144,7 @@ def test_a_folder_that_cannot_be_read_hides_no_other_run(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_a_home_that_may_not_be_entered_is_told_with_what_to_set(
+def test_a_home_that_may_not_be_entered_is_reported_with_what_to_set(
     here: HereInstead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a container whose image says HOME=/root, and whose user is another."""
@@ -233,7 +233,7 @@ def test_a_note_that_is_half_written_hides_no_run_and_stops_no_cancel(
     assert here.replicas("rm", "mine").code == 0
 
 
-def test_a_note_that_is_half_written_of_a_run_that_nobody_finds_is_removed_by_its_id(
+def test_a_note_that_is_half_written_of_a_run_that_no_one_finds_is_removed_by_its_id(
     here: HereInstead, local: LocalProcessExecutor, state_home: Path, tmp_path: Path
 ) -> None:
     launch(local, "job:main", 1, run_id="far", rendezvous=tmp_path / "runs").wait()
@@ -317,7 +317,7 @@ def test_a_missing_boto3_hides_no_other_run(
 
 
 @pytest.mark.parametrize("at_launch", ["", "?endpoint_url=https://under_score"], ids=["variable", "url"])
-def test_a_run_at_an_endpoint_that_is_no_url_hides_no_other_in_ls(
+def test_a_run_at_an_endpoint_that_is_not_a_url_hides_no_other_in_ls(
     here: HereInstead,
     local: LocalProcessExecutor,
     s3_credentials: None,
@@ -334,7 +334,7 @@ def test_a_run_at_an_endpoint_that_is_no_url_hides_no_other_in_ls(
     assert (removed.code, "Invalid endpoint" in removed.stderr) == (2, True), removed
 
 
-def test_with_json_there_is_one_document_also_where_something_cannot_be_written(
+def test_with_json_there_is_one_document_even_if_something_cannot_be_written(
     here: HereInstead, local: LocalProcessExecutor, tmp_path: Path
 ) -> None:
     launch(local, "job:main", 1, run_id="mine").wait()
@@ -346,7 +346,7 @@ def test_with_json_there_is_one_document_also_where_something_cannot_be_written(
     assert "a file or folder of another kind is at this path" in told.json["error"]
 
 
-def test_with_json_there_is_one_document_also_where_the_disk_fails(folder: Folder) -> None:
+def test_with_json_there_is_one_document_even_if_the_disk_fails(folder: Folder) -> None:
     script = (
         "import pathlib, sys\nfrom executors.cli import main\n"
         "def fail(path): raise OSError(5, 'Input/output error', str(path))\n"
@@ -369,13 +369,13 @@ def test_a_file_is_not_written_over_the_folder_itself(
     assert (told.code, told.stderr.splitlines()[0]) == (2, "Error: Cannot write to '.': Is a directory.")
 
 
-def test_a_stdout_that_is_closed_is_no_traceback(folder: Folder) -> None:
+def test_a_stdout_that_is_closed_is_not_a_traceback(folder: Folder) -> None:
     closed = ["sh", "-c", '"$@" 2>&1 >&-', "sh", *COMMAND, "ls"]
     told = subprocess.run(closed, cwd=folder.path, capture_output=True, text=True, check=False)
     assert (told.returncode, told.stdout) == (0, "")
 
 
-def test_cancel_of_a_rank_that_does_not_exist_cancels_nobody(here: HereInstead, local: LocalProcessExecutor) -> None:
+def test_cancel_of_a_rank_that_does_not_exist_cancels_no_one(here: HereInstead, local: LocalProcessExecutor) -> None:
     with launch(local, "job:hang", 2, run_id="mine") as run:
         told = here.replicas("cancel", "mine", "--rank", "0-3")
         assert (told.code, "Run 'mine' has no rank 2, but ranks 0-1." in told.stderr) == (2, True)

@@ -70,7 +70,9 @@ def test_what_this_machine_was_about_to_launch_is_not_told_of_a_run_elsewhere(
     assert "never started" in here.replicas("status", "mine/").stdout
 
 
-def test_a_launch_that_came_to_nothing_says_why_and_is_not_listed(here: HereInstead, state_home: Path) -> None:
+def test_a_launch_that_came_to_nothing_reports_the_reason_and_is_not_listed(
+    here: HereInstead, state_home: Path
+) -> None:
     assert here.launch("job:mian", "--run-id", "mine").code == 2
     result = here.replicas("status", "mine")
     assert result.code == 0
@@ -85,7 +87,7 @@ def test_a_launch_that_came_to_nothing_says_why_and_is_not_listed(here: HereInst
     assert here.replicas("status", "mine").code == 2
 
 
-def test_a_launch_under_a_taken_id_leaves_no_word_after_that_run_was_removed(here: HereInstead) -> None:
+def test_a_launch_under_a_taken_id_leaves_no_record_after_that_run_was_removed(here: HereInstead) -> None:
     assert here.launch("job:main", "--run-id", "mine").code == 0
     assert "Run 'mine' exists" in here.launch("job:main", "--run-id", "mine").stderr
     assert here.replicas("rm", "mine").code == 0
@@ -152,7 +154,7 @@ if "wait" in sys.argv:
 
 
 @pytest.mark.parametrize(("how", "is_told"), [("", True), ("cancel", False), ("wait", False), ("detach", False)])
-def test_a_run_that_ends_with_its_script_says_so(how: str, is_told: bool, tmp_path: Path) -> None:
+def test_a_run_that_ends_with_its_script_reports_that(how: str, is_told: bool, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(UNWAITED)
     command = [sys.executable, str(tmp_path / "script.py"), how]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
@@ -173,7 +175,7 @@ other.remove()
 """
 
 
-def test_a_run_that_was_deleted_meanwhile_is_no_traceback_at_the_end_of_its_script(tmp_path: Path) -> None:
+def test_a_run_that_was_deleted_meanwhile_is_not_a_traceback_at_the_end_of_its_script(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(DELETED)
     command = [sys.executable, str(tmp_path / "script.py")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)

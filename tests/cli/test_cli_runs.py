@@ -315,7 +315,7 @@ def test_what_is_in_the_way_of_collect_is_named_and_stays(here: HereInstead, loc
     assert [path.name for path in out.rglob("*")] == ["0", "output.log"]
 
 
-def test_collect_names_a_log_that_cannot_be_read_and_says_so_by_its_exit_code(
+def test_collect_names_a_log_that_cannot_be_read_and_reports_that_by_its_exit_code(
     here: HereInstead, local: LocalProcessExecutor, state_home: Path
 ) -> None:
     ended(local, "keep", 2)
@@ -408,7 +408,7 @@ def test_a_resumed_run_is_headed_by_its_own_time_limit(here: HereInstead, local:
     assert "on local, time limit 50 s\n" in here.replicas("resume", "mine", "--timeout", "50").stdout
 
 
-def test_each_distinct_failure_is_told_once_with_the_users_last_frames(
+def test_each_distinct_failure_is_reported_once_with_the_users_last_frames(
     here: HereInstead, local: LocalProcessExecutor
 ) -> None:
     told = here.launch("job:fail", "--arg", "ranks=[0, 1, 2]", n=4)
@@ -429,7 +429,7 @@ def test_collect_writes_a_whole_log_however_long(here: HereInstead, local: Local
     assert (log.count("\n"), len(log) > 9_000_000) == (9000, True)
 
 
-def test_cancel_ends_one_rank_or_all_and_says_which(here: HereInstead, local: LocalProcessExecutor) -> None:
+def test_cancel_ends_one_rank_or_all_and_names_them(here: HereInstead, local: LocalProcessExecutor) -> None:
     run = hanging(local, 3)
     for arguments, line in (
         (["--rank", 1], "Cancelled mine: rank 1. Now 2 running, 1 cancelled.\n"),

@@ -94,7 +94,7 @@ def log_of(user: HereInstead, result: Result, run_id: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [name.replace("argparse", "argparse_main") for name in PARSERS])
-def test_a_script_parses_its_own_options_and_none_of_ours(user: HereInstead, name: str) -> None:
+def test_a_script_parses_its_own_options_and_none_of_this_project(user: HereInstead, name: str) -> None:
     result = user.launch(name, "--run-id", "without", n=2)
     assert [line[:10] for line in log_of(user, result, "without")] == ["[0] lr 0.1", "[1] lr 0.1"]
     result = user.launch(name, "--run-id", "with", "--", "--lr", "0.5", n=1)

@@ -113,7 +113,7 @@ def test_an_operation_that_the_credentials_do_not_allow_is_named(s3: S3Server) -
         store.list("")
 
 
-def test_a_rule_that_only_removes_delete_markers_is_no_risk_and_one_that_archives_is(s3: S3Server) -> None:
+def test_a_rule_that_only_removes_delete_markers_is_not_a_risk_and_one_that_archives_is(s3: S3Server) -> None:
     store = S3Store(s3.url("runs"))
     rules: list[dict[str, Any]] = [
         {"ID": "markers", "Filter": {"Prefix": ""}, "Expiration": {"ExpiredObjectDeleteMarker": True}},
@@ -175,7 +175,7 @@ def test_the_error_of_an_unusable_bucket_has_the_reason(
         open_store(s3.url())
 
 
-def test_without_boto3_the_error_says_how_to_install_it(s3: S3Server) -> None:
+def test_without_boto3_the_error_explains_how_to_install_it(s3: S3Server) -> None:
     code = f"""
 import sys
 sys.modules["botocore"] = None

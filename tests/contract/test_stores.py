@@ -304,7 +304,7 @@ class GivesWritableViews(MemoryStore):
 CONTRACT = StoreContract()
 MUTANTS: list[tuple[type[MemoryStore], Callable[[Store], None]]] = [
     (LooksBeforeItWrites, CONTRACT.test_of_many_threads_exactly_one_creates_a_key),
-    (HidesWhoWon, CONTRACT.test_the_first_creation_wins_and_says_so),
+    (HidesWhoWon, CONTRACT.test_the_first_creation_wins_and_reports_that),
     (HidesWhoWon, CONTRACT.test_of_many_threads_exactly_one_creates_a_key),
     (ListsAsItLikes, CONTRACT.test_a_listing_is_sorted_by_code_point),
     (ListsTooMuch, CONTRACT.test_a_listing_has_exactly_the_keys_with_the_prefix),
@@ -329,7 +329,7 @@ def test_a_store_that_breaks_a_promise_fails_its_test() -> None:
 def test_a_known_gap_names_a_test_of_the_contract_and_is_marked_only_in_its_own_suite() -> None:
     with pytest.raises(TypeError, match="test_of_nothing"):
         type("TestMine", (StoreContract,), {"expected_failures": {"test_of_nothing": "why"}})
-    name = "test_the_first_creation_wins_and_says_so"
+    name = "test_the_first_creation_wins_and_reports_that"
     mine = type("TestMine", (StoreContract,), {"expected_failures": {name: "it does not"}})
     (mark,) = getattr(mine, name).pytestmark
     assert (mark.name, mark.kwargs) == ("xfail", {"reason": "it does not", "strict": True})

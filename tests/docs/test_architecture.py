@@ -214,7 +214,7 @@ def test_no_backend_imports_another() -> None:
     ] == []
 
 
-def test_behind_the_border_no_code_asks_for_the_kind_of_an_executor() -> None:
+def test_outside_of_the_border_no_code_asks_for_the_kind_of_an_executor() -> None:
     """Code asks a backend a question instead, such as `backend.starts_single_ranks`."""
 
     offenders = []

@@ -82,7 +82,7 @@ def test_all_cells_that_show_a_run_show_its_end_when_it_was_waited_for(notebook:
     assert output_of(notebook, "run.cancel()") == "[]", "no thread is left"
 
 
-def test_who_waits_in_a_notebook_sees_how_far_the_run_is(notebook: Any) -> None:
+def test_a_process_that_waits_in_a_notebook_sees_how_far_the_run_is(notebook: Any) -> None:
     html = output_of(notebook, "progress=True", "display_data")
     assert html.count("400/400") == 4
 

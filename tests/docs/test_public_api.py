@@ -92,7 +92,7 @@ def test_the_contract_suites_are_shipped() -> None:
 
 
 @pytest.mark.parametrize("package", [executors, diloco])
-def test_every_public_name_can_be_had_and_is_documented(package: object) -> None:
+def test_every_public_name_is_available_and_is_documented(package: object) -> None:
     for name in package.__all__:  # type: ignore[attr-defined]
         assert getattr(package, name).__doc__
 

@@ -157,7 +157,7 @@ def main():
 """
 
 
-def test_replicas_with_equal_shares_make_as_many_steps_though_the_items_cannot_be_divided(tmp_path: Path) -> None:
+def test_replicas_with_equal_shares_make_as_many_steps_although_the_items_cannot_be_divided(tmp_path: Path) -> None:
     block = block_with(PYTHON, "shard(dataset, equal=True)").replace("\n", "\n    ")
     (tmp_path / "equal_shares.py").write_text(EQUAL_SHARES.format(block=block))
     with launch("local", f"{tmp_path / 'equal_shares.py'}:main", n=2, timeout=120) as started:
@@ -222,7 +222,7 @@ def test_the_loop_over_epochs_ends_with_the_run_and_begins_where_the_run_is() ->
     diloco.close()
 
 
-def test_the_loop_over_epochs_goes_on_to_the_end_of_the_run_where_some_of_its_steps_do_not_count() -> None:
+def test_the_loop_over_epochs_continues_to_the_end_of_the_run_where_some_of_its_steps_do_not_count() -> None:
     """As in a replica that was started again, and makes steps ahead of the others."""
     from executors.store import MemoryStore
 

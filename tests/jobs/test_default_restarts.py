@@ -65,14 +65,14 @@ def test_what_is_asked_for_wins(machines: Machines, restarts: str, recorded: str
     assert run.wait(60)
 
 
-def test_a_detached_run_has_no_such_restarts_because_nobody_waits_for_it(machines: Machines) -> None:
+def test_a_detached_run_has_no_such_restarts_because_no_one_waits_for_it(machines: Machines) -> None:
     run = start(1, "main", detach=True)
     assert view_of(run).record.settings.restarts is None
     assert run.wait(60)
 
 
 @pytest.mark.parametrize("restarts", ["preempted", "none"])
-def test_a_preempted_rank_of_a_detached_run_comes_back_when_a_user_watches_with_a_policy_that_says_so(
+def test_a_preempted_rank_of_a_detached_run_comes_back_when_a_user_watches_with_a_policy_that_allows_it(
     machines: Machines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], restarts: str
 ) -> None:
     run = start(1, "hang", detach=True)
@@ -113,7 +113,7 @@ def test_a_resume_can_switch_restarts_off_for_a_run_that_was_launched_with_them(
     assert "from here on: restarts none" in [each.line for each in resumed.status().decided]
 
 
-def test_a_replica_s_own_supervisor_goes_on_without_a_policy(machines: Machines) -> None:
+def test_a_replicas_own_supervisor_continues_without_a_policy(machines: Machines) -> None:
     start(1, "main").wait(60)
     (job,) = machines.jobs
     assert restarts_nothing(job.job.env), "it would end a replica that is idle"

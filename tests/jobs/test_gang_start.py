@@ -53,7 +53,7 @@ def test_an_answer_lost_in_the_middle_of_a_launch_costs_no_job_and_leaves_none(m
         assert machines.living() == [], (kind, applied)
 
 
-def test_the_job_behind_a_lost_answer_is_found_and_not_asked_for_again(machines: Machines) -> None:
+def test_the_job_after_a_lost_answer_is_found_and_not_asked_for_again(machines: Machines) -> None:
     machines.fail("start", after_applying=True, times=None)
     launched(machines, 2)
     assert machines.count("start") == 2
@@ -129,7 +129,7 @@ def test_a_rank_that_cannot_be_started_ends_all_and_is_named(machines: Machines)
         machines.forgive()
 
 
-def test_a_job_created_behind_the_last_lost_answer_is_ended_with_the_others(machines: Machines) -> None:
+def test_a_job_created_after_the_last_lost_answer_is_ended_with_the_others(machines: Machines) -> None:
     machines.fail("start", after_applying=True, times=None, rank=3)
     machines.fail("find", "rejected", rank=3)
     with pytest.raises(LaunchError, match="replica 3"):
@@ -178,7 +178,7 @@ def test_an_account_that_cannot_be_used_is_refused_before_anything_is_written(ma
 
 
 @pytest.mark.parametrize("error", [StoreError("the bucket is away"), KeyboardInterrupt()])
-def test_a_launch_that_ends_while_its_code_is_uploaded_leaves_nobody_waiting(
+def test_a_launch_that_ends_while_its_code_is_uploaded_leaves_no_one_waiting(
     machines: Machines, error: BaseException
 ) -> None:
     put = FileStore.put
@@ -327,7 +327,7 @@ def test_an_intent_that_came_to_nothing_is_a_failed_start_in_the_end(machines: M
     assert machines.living() == [(0, 2)]
 
 
-def test_an_intent_is_old_by_the_clock_of_who_looks(machines: Machines) -> None:
+def test_an_intent_is_old_by_the_clock_of_the_process_that_looks(machines: Machines) -> None:
     run = launched(machines, 1)
     run.cancel()
     abandon_intent(run, age_s=STALE_INTENT_S + 600)  # as written by a clock that is late, or read by one ahead

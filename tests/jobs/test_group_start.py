@@ -103,7 +103,7 @@ def test_a_refusal_ends_the_launch_and_says_why_once(machines: Machines) -> None
         machines.forgive()
 
 
-def test_jobs_behind_a_lost_answer_are_ended_when_the_launch_is_given_up(machines: Machines) -> None:
+def test_jobs_after_a_lost_answer_are_ended_when_the_launch_is_given_up(machines: Machines) -> None:
     machines.fail("start", after_applying=True, times=None)
     machines.fail("find", "rejected", times=N)
     with pytest.raises(LaunchError, match="any of 8 replicas"):
@@ -111,7 +111,7 @@ def test_jobs_behind_a_lost_answer_are_ended_when_the_launch_is_given_up(machine
     assert machines.living() == []
 
 
-def test_jobs_that_nobody_left_a_handle_of_are_found_each_by_its_key(machines: Machines) -> None:
+def test_jobs_that_no_one_left_a_handle_of_are_found_each_by_its_key(machines: Machines) -> None:
     run = launched(machines, 3)
     for rank in range(3):
         view_of(run).store.delete(f"otter/replicas/{rank:04d}/0/handle.json")

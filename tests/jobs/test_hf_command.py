@@ -37,7 +37,7 @@ def nothing_began(hub: HubServer, s3: S3Server, state_home: Path) -> bool:
     return hub.count("create") == 0 and kept == [] and s3.requests("PUT", "otter") == []
 
 
-def test_a_missing_rendezvous_is_told_with_the_command_that_works(
+def test_a_missing_rendezvous_is_reported_with_the_command_that_works(
     hf: HubServer, s3: S3Server, here: HereInstead, state_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("REPLICAS_RENDEZVOUS")
@@ -50,7 +50,7 @@ def test_a_missing_rendezvous_is_told_with_the_command_that_works(
     assert nothing_began(hf, s3, state_home)
 
 
-def test_a_missing_token_is_told(
+def test_a_missing_token_is_reported(
     hf: HubServer, s3: S3Server, here: HereInstead, state_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_TOKEN")
@@ -72,7 +72,9 @@ def without_sdk(*arguments: object) -> Result:
     return Result(done.returncode, done.stdout, done.stderr)
 
 
-def test_a_missing_sdk_is_told_with_the_command_that_installs_it(hf: HubServer, s3: S3Server, state_home: Path) -> None:
+def test_a_missing_sdk_is_reported_with_the_command_that_installs_it(
+    hf: HubServer, s3: S3Server, state_home: Path
+) -> None:
     told = without_sdk(*LAUNCH)
     assert (told.code, told.stdout, told.stderr) == (2, "", f"Error: {NO_SDK}\n")
     assert nothing_began(hf, s3, state_home)
@@ -137,7 +139,7 @@ def test_the_price_is_told_before_the_launch_and_becomes_the_time_limit(hf: HubS
     here.replicas("cancel", told.stdout.splitlines()[0])
 
 
-def test_volumes_reach_the_request_and_a_backend_without_them_says_so(hf: HubServer, here: HereInstead) -> None:
+def test_volumes_reach_the_request_and_a_backend_without_them_reports_that(hf: HubServer, here: HereInstead) -> None:
     more = ("--volume", "hf://datasets/org/corpus:/data", "--volume", "hf://buckets/ada/out:/out", "--dry-run")
     (request, *_) = here.replicas(*LAUNCH, *more).json["request"]["jobs"]
     assert request["volumes"] == {"/data": "hf://datasets/org/corpus", "/out": "hf://buckets/ada/out"}
@@ -184,7 +186,7 @@ def test_what_another_machine_is_told_to_type_finds_the_run_from_there(
     assert here.replicas("cancel", "otter").code == 0, "this machine has noted where the run is that it resumed"
 
 
-def test_a_detached_run_goes_on_without_its_launcher(hf: HubServer, here: HereInstead) -> None:
+def test_a_detached_run_continues_without_its_launcher(hf: HubServer, here: HereInstead) -> None:
     told = here.replicas("launch", "job.py:main", "--backend", "hf", "--n", 1, "--run-id", "otter", "--detach")
     assert (told.code, told.stdout.splitlines()[0]) == (0, "otter")
     assert here.replicas("wait", "otter").code == 0
@@ -236,7 +238,7 @@ def test_the_doctor_finds_that_there_is_no_rendezvous_or_names_its_bucket_once(
     assert "Any S3 bucket will do" in found["rendezvous"][1]
 
 
-def test_the_doctor_finds_a_rendezvous_that_is_no_url(here: HereInstead) -> None:
+def test_the_doctor_finds_a_rendezvous_that_is_not_a_url(here: HereInstead) -> None:
     code, found = doctor(here, "--rendezvous", "s3:/bucket/runs")
     state, words = found["rendezvous"]
     assert (code, state, "two slashes follow its scheme" in words) == (1, "wrong", True)

@@ -64,7 +64,7 @@ def test_the_price_of_an_hour_is_that_of_the_flavor(service: JobService) -> None
     assert HFJobsExecutor(flavor="of-tomorrow").service.price_per_hour(None) is None
 
 
-def test_volumes_are_mounted_and_those_that_are_none_are_refused_at_once(hf: HubServer) -> None:
+def test_volumes_are_mounted_and_those_that_are_invalid_are_refused_at_once(hf: HubServer) -> None:
     hf.hold(CPU)
     volumes = {"/data": "hf://datasets/org/corpus@v2/train", "/out": "hf://buckets/ada/mine"}
     service = HFJobsExecutor(volumes=volumes).service
@@ -366,7 +366,7 @@ def test_where_no_service_is_nothing_was_done(monkeypatch: pytest.MonkeyPatch) -
         assert caught.value.kind == kind, endpoint
 
 
-def test_an_account_that_cannot_be_used_is_refused_by_what_to_do(
+def test_an_account_that_cannot_be_used_is_refused_with_the_remedy(
     hf: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for namespace in (None, hf.namespace):

@@ -47,7 +47,7 @@ def run_of(owner: OwnsDirectory, job: object) -> Run:
     return attach("bad", rendezvous=owner.url, executor=FakeExecutor())
 
 
-def test_a_job_of_somebody_elses_run_is_neither_shown_nor_ended(machines: Machines, tmp_path: Path) -> None:
+def test_a_job_of_another_users_run_is_neither_shown_nor_ended(machines: Machines, tmp_path: Path) -> None:
     machines.is_held = True
     owner, mine = OwnsDirectory(tmp_path / "theirs"), start()
     job = view_of(mine).reader.handles.of(0).metadata["job"]

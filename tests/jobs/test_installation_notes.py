@@ -24,7 +24,7 @@ BACKEND = "support.fake_jobs:FakeExecutor"
         ("pytorch/pytorch:2.13", False),
     ],
 )
-def test_containers_of_pythons_own_image_install_torch_and_of_other_images_nobody_knows(
+def test_containers_of_pythons_own_image_install_torch_and_of_other_images_no_one_knows(
     hf: HubServer, image: str | None, is_pythons: bool
 ) -> None:
     executor = HFJobsExecutor(image=image)

@@ -63,7 +63,7 @@ def test_a_run_in_which_enough_replicas_succeed_has_succeeded(machines: Machines
     assert attached().results() == [{"rank": 0}, None, {"rank": 2}]
 
 
-def test_a_run_in_which_too_few_replicas_can_succeed_says_so_and_fails(
+def test_a_run_in_which_too_few_replicas_can_succeed_reports_that_and_fails(
     machines: Machines, command: HereInstead
 ) -> None:
     told = command.replicas(

@@ -193,7 +193,7 @@ def test_a_log_that_is_gone_leaves_what_the_replica_kept(machines: Machines) -> 
     assert run.logs(rank=0).splitlines() == ["hello 0 of rank 0", "hello 1 of rank 0"]
 
 
-def test_the_log_of_a_cancelled_replica_says_that_it_was_cancelled(machines: Machines) -> None:
+def test_the_log_of_a_cancelled_replica_reports_that_it_was_cancelled(machines: Machines) -> None:
     run = start(function="hang")
     wait_until_hanging(run)
     run.cancel()
@@ -300,7 +300,9 @@ def test_a_cancel_that_is_refused_for_a_job_that_runs_is_an_error(machines: Mach
 @pytest.mark.parametrize(
     "refused", [["state"], ["state", "verify", "find", "stop"]], ids=["how they are", "everything"]
 )
-def test_a_cancel_is_ordered_though_the_service_rejects_every_question(machines: Machines, refused: list[str]) -> None:
+def test_a_cancel_is_ordered_although_the_service_rejects_every_question(
+    machines: Machines, refused: list[str]
+) -> None:
     machines.is_held = True
     run = start(2)
     for call in refused:
@@ -321,7 +323,7 @@ def test_a_cancel_is_ordered_though_the_service_rejects_every_question(machines:
     assert ends(run) == [("cancelled", "cancelled")] * 2
 
 
-def test_the_command_cancels_all_ranks_that_it_is_given_though_the_service_rejects_every_question(
+def test_the_command_cancels_all_ranks_that_it_is_given_although_the_service_rejects_every_question(
     machines: Machines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machines.is_held = True
@@ -390,7 +392,7 @@ def ends_of(observations: list[Observation]) -> list[str | None]:
     return [None if each.outcome is None else each.outcome.reason for each in observations]
 
 
-def test_what_a_job_waits_for_is_told(machines: Machines) -> None:
+def test_what_a_job_waits_for_is_reported(machines: Machines) -> None:
     for machines.lists_jobs in (False, True):
         machines.is_held = True
         run = launch(FakeExecutor(), "job.py:main", 1, run_id=f"otter-{int(machines.lists_jobs)}")

@@ -193,7 +193,7 @@ def test_a_launch_that_is_cancelled_elsewhere_before_it_has_its_machines_ends_as
 
 
 @pytest.mark.parametrize("answered_before", [2, 0])
-def test_a_launcher_whose_token_is_refused_while_it_watches_goes_on_or_says_that_the_run_does(
+def test_a_launcher_whose_token_is_refused_while_it_watches_continues_or_reports_that_the_run_does(
     modal_runs: ModalServer, answered_before: int, tmp_path: Path
 ) -> None:
     here = Folder(Path.cwd())

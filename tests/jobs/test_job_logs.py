@@ -36,7 +36,7 @@ def of_ranks(job: JobSpec) -> list[JobSpec]:
     return [replace(job, key=replace(job.key, rank=rank)) for rank in range(N)]
 
 
-def test_a_stream_that_breaks_off_goes_on_after_its_last_line(hf: HubServer) -> None:
+def test_a_stream_that_breaks_off_continues_after_its_last_line(hf: HubServer) -> None:
     service = HFJobsExecutor().service
     job_id = service.start(JOB)
     eventually(lambda: service.state(job_id).has_ended)
@@ -194,7 +194,7 @@ def test_collect_names_a_log_of_which_a_service_gave_only_the_end_before_it_forg
     assert Path("out/0/output.log").read_text() == "".join(f"step {number}\n" for number in range(800, 1000))
 
 
-def test_a_search_goes_through_the_whole_log_or_says_that_a_service_gives_only_its_end(
+def test_a_search_goes_through_the_whole_log_or_reports_that_a_service_gives_only_its_end(
     long_log: Callable[[Callable[[Path], Log]], bytes], here: HereInstead
 ) -> None:
     search = ("logs", "otter", "-r", 0, "--backend", "support.fake_jobs:FakeExecutor", "--grep")

@@ -42,7 +42,7 @@ def assert_nothing_of(secrets: dict[str, str], text: str, where: str) -> None:
         assert json.dumps(value)[1:-1] not in text, f"{name} is in {where}"
 
 
-def test_a_secret_is_seen_by_the_replica_and_by_nobody_else(
+def test_a_secret_is_seen_by_the_replica_and_by_no_one_else(
     hf: HubServer,
     secrets: dict[str, str],
     state_home: Path,

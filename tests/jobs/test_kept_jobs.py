@@ -121,7 +121,7 @@ def give_notice(machines: Machines, job: FakeJob) -> None:
     ("restarts", "end", "reason"),
     [("2", lose_container, "signal"), ("0", preempt, "preempted"), ("0", give_notice, "preempted")],
 )
-def test_who_launched_starts_anew_what_lost_its_container(
+def test_a_process_that_launched_starts_again_what_lost_its_container(
     machines: Machines, folder: Path, restarts: str, end: Callable[[Machines, FakeJob], None], reason: str
 ) -> None:
     run = waits(folder, restarts=restarts)
@@ -136,7 +136,7 @@ def test_who_launched_starts_anew_what_lost_its_container(
 
 
 @pytest.mark.usefixtures("_time_after_a_notice")
-def test_the_service_says_once_why_it_ended_a_replica_and_that_stands(machines: Machines, folder: Path) -> None:
+def test_the_service_reports_once_why_it_ended_a_replica_and_that_stands(machines: Machines, folder: Path) -> None:
     run = waits(folder, detach=True)
     for rank, reason in enumerate(("preempted", "cancelled")):
         machines.end(machines.job_of(run, rank), reason, gently=True)  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ def test_the_service_says_once_why_it_ended_a_replica_and_that_stands(machines: 
 
 
 @pytest.mark.usefixtures("_time_after_a_notice")
-def test_an_end_and_the_reason_of_its_job_that_come_in_one_look_are_told_together(
+def test_an_end_and_the_reason_of_its_job_that_come_in_one_look_are_reported_together(
     machines: Machines, folder: Path
 ) -> None:
     run = waits(folder, 1, detach=True)
@@ -188,7 +188,7 @@ def test_what_was_cancelled_at_the_service_stays_so(machines: Machines, folder: 
     assert len(machines.jobs) == 2
 
 
-def test_a_detached_run_waits_for_whoever_keeps_it(machines: Machines, folder: Path) -> None:
+def test_a_detached_run_waits_for_the_process_that_keeps_it(machines: Machines, folder: Path) -> None:
     run = waits(folder, restarts="2", detach=True)
     lose_container(machines, machines.job_of(run, 0))
     assert not run.wait(2)
@@ -228,7 +228,7 @@ def test_a_handle_that_names_the_job_of_another_rank_keeps_no_other_from_its_res
     assert told == [], "what follows their ends could be decided"
 
 
-def test_a_store_or_service_that_fails_for_a_while_is_told_once_and_ends_no_wait(
+def test_a_store_or_service_that_fails_for_a_while_is_reported_once_and_ends_no_wait(
     machines: Machines, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = waits(folder, 1, restarts="3,backoff=0s")
@@ -316,7 +316,7 @@ def pid_of_the_dead() -> int:
 
 
 @pytest.mark.parametrize("where", ["this machine", "another machine"])
-def test_a_run_whose_jobs_and_launcher_have_ended_says_at_the_first_look_how_to_go_on(
+def test_a_run_whose_jobs_and_launcher_have_ended_says_at_the_first_look_how_to_continue(
     machines: Machines, folder: Path, where: str
 ) -> None:
     run = waits(folder, 1, restarts="2,backoff=0s")
@@ -341,7 +341,7 @@ def test_a_run_whose_launcher_may_still_renew_the_lease_waits_for_the_restart(ma
     assert attached().status().counts == "1 pending", "a released run needs no launcher: another process may watch it"
 
 
-def test_who_leaves_a_run_does_not_wait_for_a_bucket_that_does_not_answer(
+def test_a_process_that_leaves_a_run_does_not_wait_for_a_bucket_that_does_not_answer(
     machines: Machines, s3: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     machines.is_held = True
@@ -378,7 +378,7 @@ def test_a_lease_does_not_bring_a_deleted_run_back(machines: Machines, folder: P
     assert list(view_of(run).store.list(f"{run.run_id}/")) == []
 
 
-def test_a_stop_ends_what_is_not_over_in_time_and_a_resume_goes_on(machines: Machines, folder: Path) -> None:
+def test_a_stop_ends_what_is_not_ended_in_time_and_a_resume_continues(machines: Machines, folder: Path) -> None:
     run = waits(folder, 1, restarts="2")
     run.stop(within_s=1)
     assert [(str(o.status), o.error) for o in run.outcomes()] == [

@@ -337,7 +337,7 @@ def test_a_pod_that_never_started_is_ended_with_its_replica(k8s: ApiServer, monk
     k8s.until(lambda: not k8s.cluster.pods)
 
 
-def test_a_cancellation_is_noted_though_the_service_refuses_to_answer(k8s: ApiServer) -> None:
+def test_a_cancellation_is_noted_although_the_service_refuses_to_answer(k8s: ApiServer) -> None:
     k8s.cluster.kubelet.room = 0
     run = launch("k8s", "job.py:main", 1)
     k8s.write_kubeconfig("a-token-that-ran-out")

@@ -204,7 +204,7 @@ def test_a_request_that_the_client_refuses_names_the_field_and_shows_no_value(
     assert "12345678" not in str(raised.value)
 
 
-def test_the_newest_of_the_events_is_told_though_the_server_counts_an_older_one_again(
+def test_the_newest_of_the_events_is_told_although_the_server_counts_an_older_one_again(
     k8s: ApiServer, service: KubernetesJobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("executors.backends.kubernetes.UNMADE_S", 0.0)

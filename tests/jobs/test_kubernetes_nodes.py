@@ -36,7 +36,7 @@ def test_the_end_of_a_container_is_not_the_end_of_its_pod(k8s: ApiServer, reason
     assert (state(service, job_id).reason, state(service, job_id).exit_code) == (told, 137)
 
 
-def test_a_container_that_its_runtime_cannot_start_says_why_in_the_outcome(
+def test_a_container_that_its_runtime_cannot_start_reports_the_reason_in_the_outcome(
     k8s: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("executors.backends.kubernetes.KubernetesJobs.command", lambda self: ("no-such-program", "x"))
@@ -58,7 +58,7 @@ def test_a_container_that_a_node_has_lost_is_lost_and_the_outcome_has_the_words_
     assert "Kubernetes reports it gone (ContainerStatusUnknown" in str(outcome.error)
 
 
-def test_a_waiting_pod_that_another_client_deletes_is_lost_and_says_so(k8s: ApiServer) -> None:
+def test_a_waiting_pod_that_another_client_deletes_is_lost_and_reports_that(k8s: ApiServer) -> None:
     k8s.cluster.kubelet.room = 0
     run = launch("k8s", "job.py:main", 1)
     k8s.until(lambda: k8s.cluster.pods)
@@ -70,7 +70,7 @@ def test_a_waiting_pod_that_another_client_deletes_is_lost_and_says_so(k8s: ApiS
     assert "its pod was deleted" in str(outcome.error)
 
 
-def test_the_collector_that_removes_a_waiting_pod_fails_it_first_and_that_is_no_failed_start(k8s: ApiServer) -> None:
+def test_the_collector_that_removes_a_waiting_pod_fails_it_first_and_that_is_not_a_failed_start(k8s: ApiServer) -> None:
     k8s.cluster.kubelet.room = 0
     service = KubernetesJobs()
     (job_id,) = service.start_jobs([job()])

@@ -91,7 +91,7 @@ def test_what_never_ran_stays_in_the_queue_that_took_it_back(k8s: ApiServer) -> 
     assert run.results() == [{"rank": 0}]
 
 
-def test_cancel_of_a_run_that_has_ended_deletes_its_suspended_jobs_and_says_so(
+def test_cancel_of_a_run_that_has_ended_deletes_its_suspended_jobs_and_reports_that(
     k8s: ApiServer, here: HereInstead
 ) -> None:
     run, name = admitted(k8s, 1)
@@ -106,7 +106,7 @@ def test_cancel_of_a_run_that_has_ended_deletes_its_suspended_jobs_and_says_so(
     assert "Nothing to cancel in otter" in here.replicas("cancel", "otter").stdout
 
 
-def test_cancelling_the_last_ranks_of_a_job_in_a_queue_deletes_it_though_others_ended_before(k8s: ApiServer) -> None:
+def test_cancelling_the_last_ranks_of_a_job_in_a_queue_deletes_it_although_others_ended_before(k8s: ApiServer) -> None:
     service = KubernetesJobs(queue="team")
     done, hangs = (job("true", 0), job(SLEEP, 1))
     script = "if [ $JOB_COMPLETION_INDEX = 0 ]; then exit 0; fi; echo hanging; exec sleep 600"

@@ -96,7 +96,7 @@ def test_the_rest_is_given_up_when_the_others_have_ended(machines: Machines) -> 
 
 
 @pytest.mark.usefixtures("_quick_looks")
-def test_a_rank_that_is_refused_after_the_launch_is_told(machines: Machines) -> None:
+def test_a_rank_that_is_refused_after_the_launch_is_reported(machines: Machines) -> None:
     decides = threading.Event()
     machines.fail("start", "rejected", when=lambda: decides.wait(60), rank=1)
     run = start(3, min_replicas=2, gather_s=0.2)
@@ -105,7 +105,7 @@ def test_a_rank_that_is_refused_after_the_launch_is_told(machines: Machines) -> 
     run.cancel()
 
 
-def test_a_launcher_that_ends_leaves_word_that_the_rest_does_not_come(
+def test_a_launcher_that_ends_records_that_the_rest_does_not_come(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_exit: list[tuple[Any, ...]] = []
@@ -149,7 +149,7 @@ def test_a_detached_launch_gives_up_what_has_not_come(machines: Machines, capsys
     run.cancel()
 
 
-def test_a_rank_that_is_refused_is_no_failure_that_ends_the_run(machines: Machines) -> None:
+def test_a_rank_that_is_refused_is_not_a_failure_that_ends_the_run(machines: Machines) -> None:
     machines.fail("start", "rejected", rank=2)
     run = start(4, min_replicas=3, fail_fast=True)
     assert not run.wait(0)
@@ -193,7 +193,7 @@ def test_a_time_to_wait_for_the_rest_may_be_as_long_as_any_duration(machines: Ma
     run.cancel()
 
 
-def test_a_rank_that_is_refused_when_the_run_is_resumed_is_not_said_to_be_anothers(
+def test_a_rank_that_is_refused_when_the_run_is_resumed_is_not_reported_to_be_anothers(
     machines: Machines, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = start(3, min_replicas=2)

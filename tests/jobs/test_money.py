@@ -245,7 +245,7 @@ def test_an_addition_whose_store_is_lost_half_way_ends_alone(
 
 
 @pytest.mark.usefixtures("in_a_moment")
-def test_a_run_is_not_removed_while_its_store_does_not_say_that_it_is_over_and_the_error_says_what_ends_it(
+def test_a_run_is_not_removed_while_its_store_does_not_report_that_it_is_over_and_the_error_says_what_ends_it(
     hf: HubServer, command: HereInstead, s3: S3Server
 ) -> None:
     started(hf)
@@ -289,7 +289,7 @@ def test_the_launching_command_ends_the_jobs_of_a_run_whose_store_refuses_it_for
     assert "15 min" not in told.stdout.partition("cannot be read any more")[2], "nobody can read the lease"
 
 
-def test_an_id_that_nobody_launched_is_still_an_error(hf: HubServer, command: HereInstead) -> None:
+def test_an_id_that_no_one_launched_is_still_an_error(hf: HubServer, command: HereInstead) -> None:
     told = command.replicas("cancel", "nobody-at-all")
     assert (told.code, "No run 'nobody-at-all' is known on this machine." in told.stderr) == (2, True), told
 

@@ -160,7 +160,9 @@ def test_redirects_are_not_followed_with_the_token(stub: Stub, service: JobServi
     assert {token for _, token in stub.requests} == {f"Bearer {TOKEN}"}
 
 
-def test_answers_that_are_none_are_refused_by_name_and_nothing_else_is_raised(stub: Stub, service: JobService) -> None:
+def test_answers_that_are_invalid_are_refused_by_name_and_nothing_else_is_raised(
+    stub: Stub, service: JobService
+) -> None:
     for hostile in (
         b"", b"<html>", DEEP, b"\xff\xfe", "5", "[]", {}, {"submission_id": 5}, {**RUNNING, "status": None},
         {**RUNNING, "driver_exit_code": 1e99}, {**RUNNING, "driver_exit_code": True}, {**RUNNING, "metadata": [1]},
@@ -222,7 +224,7 @@ def test_each_way_to_end_has_its_state() -> None:
     assert state("FAILED", message=setup) == JobState(True, "start_failed", None, "OSError: no package")
 
 
-def test_a_start_that_is_repeated_starts_nothing_and_somebody_elses_job_is_not_ours(
+def test_a_start_that_is_repeated_starts_nothing_and_another_users_job_is_not_ours(
     stub: Stub, service: JobService
 ) -> None:
     stub.says["POST /api/jobs/"] = (500, "ValueError: Job with submission_id x already exists. Please use another.")
@@ -322,7 +324,7 @@ def test_a_replica_gets_what_was_asked_for_under_the_name_of_its_attempt(
         assert (shown["entrypoint_num_gpus"], shown["entrypoint_resources"]) == (n, resources)
 
 
-def test_credentials_travel_only_where_the_user_decides_so(service: JobService) -> None:
+def test_credentials_travel_only_if_the_user_decides_so(service: JobService) -> None:
     env = RayExecutor(credentials="env").service
     signed = replace(JOB, credentials={"REPLICAS_RUN_KEY": "5b"})
     assert "AWS_SECRET_ACCESS_KEY" not in json.dumps(service.describe(JOB))
@@ -381,7 +383,7 @@ def test_where_the_cluster_is_a_user_says_and_no_record(monkeypatch: pytest.Monk
     assert recorded["unrecorded_options"] == ("address", "credentials", "python", "token_file")
 
 
-def test_options_that_are_none_are_refused() -> None:
+def test_options_that_are_invalid_are_refused() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"address": "ray://head:10001"}, "'ray://head:10001' is not the url of a Ray dashboard"),
         ({"address": "http://me:secret@head"}, "address='head' is not"),
@@ -398,5 +400,5 @@ def test_options_that_are_none_are_refused() -> None:
             RayExecutor().service.describe(replace(JOB, gpu=gpu))
 
 
-def test_replicas_meet_in_a_directory_only_where_all_nodes_see_it() -> None:
+def test_replicas_meet_in_a_directory_only_if_all_nodes_see_it() -> None:
     assert [RayExecutor(shared_disk=value).needs_shared_rendezvous for value in (False, True)] == [True, False]

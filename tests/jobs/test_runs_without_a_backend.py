@@ -132,7 +132,9 @@ def test_a_resume_where_one_backend_is_missing_starts_nothing(machines: Machines
     assert [rank.newest().number for rank in ranks] == [1, 0, 0]
 
 
-def test_who_added_can_watch_and_resume_where_the_launchs_backend_is_missing(machines: Machines, go: Path) -> None:
+def test_a_process_that_added_can_watch_and_resume_where_the_launchs_backend_is_missing(
+    machines: Machines, go: Path
+) -> None:
     run = launch(FakeExecutor(), "job.py:main", 1, run_id="otter", args={"go": str(go)}, detach=True, restarts="1")
     assert run.add(LocalProcessExecutor(**LOCAL), 1, detach=True) == [1]
     added = Attempt(view_of(run).store, "otter", 1)
@@ -147,7 +149,7 @@ def test_who_added_can_watch_and_resume_where_the_launchs_backend_is_missing(mac
 
 
 @pytest.mark.parametrize("record", ["intent", "handle"])
-def test_a_rank_on_a_backend_that_is_not_to_be_had_here_hides_no_other_and_is_cancelled(go: Path, record: str) -> None:
+def test_a_rank_on_a_backend_that_is_not_available_here_hides_no_other_and_is_cancelled(go: Path, record: str) -> None:
     run = waiting(go, detach=True)
     view_of(run).store.put(added_key("otter", 0), to_bytes({"backend": "elsewhere", "ranks": [1], "nonce": "x"}))
     place = {"store_url": view_of(run).store.url, "run_id": "otter", "attempt": 0}

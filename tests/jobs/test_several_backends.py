@@ -180,7 +180,7 @@ def test_replicas_are_added_by_another_executor_and_count_like_the_others(machin
         run.add(FakeExecutor(), 1)
 
 
-def test_what_is_added_to_a_run_that_was_let_go_is_said_to_go_on(
+def test_what_is_added_to_a_run_that_was_let_go_is_said_to_continue(
     machines: Machines, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its containers read the run's lease, which nobody has to renew any more."""
@@ -285,7 +285,9 @@ def test_a_follower_that_began_before_an_addition_reads_it_at_its_backend(machin
     assert run.wait(60)
 
 
-def test_who_adds_at_the_same_time_gets_other_ranks_and_a_record_of_somebody_hostile_adds_none(folder: Path) -> None:
+def test_a_process_that_adds_at_the_same_time_gets_other_ranks_and_a_record_of_a_hostile_user_adds_none(
+    folder: Path,
+) -> None:
     run = launched(folder, "local:1", detach=True)
     view_of(run).store.put(added_key("otter", 0), b"{" * 5)
     hostile = {"backend": "os:system", "ranks": [0], "nonce": "x"}
@@ -300,7 +302,7 @@ def test_who_adds_at_the_same_time_gets_other_ranks_and_a_record_of_somebody_hos
     assert run.results() == [[rank, 0] for rank in range(4)]
 
 
-def test_a_run_in_a_directory_takes_nothing_from_where_nobody_sees_it(
+def test_a_run_in_a_directory_takes_nothing_from_where_no_one_sees_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = launched(folder, "local:1", detach=True)

@@ -97,7 +97,7 @@ def test_a_resume_that_comes_second_starts_nothing_and_is_told_who_was_first(mac
     assert machines.count("start") == 6
 
 
-def test_a_resume_that_is_overtaken_in_part_goes_on_with_the_rest(
+def test_a_resume_that_is_overtaken_in_part_continues_with_the_rest(
     machines: Machines, capsys: pytest.CaptureFixture[str]
 ) -> None:
     resume_overtaken(machines, [1])
@@ -126,7 +126,9 @@ class BesideOneThatDies(FakeExecutor):
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
-def test_who_resumes_beside_one_that_dies_does_not_wait_for_its_rank(machines: Machines, is_refused: bool) -> None:
+def test_a_process_that_resumes_beside_one_that_dies_does_not_wait_for_its_rank(
+    machines: Machines, is_refused: bool
+) -> None:
     run = launched(machines, 2)
     run.cancel()
     executor = BesideOneThatDies()

@@ -380,7 +380,7 @@ def test_more_replicas_than_an_array_may_have_are_several_arrays(slurm: Cluster,
     eventually(lambda: set(states(slurm, f"--name={group_of(run)},{group_of(run)}-1")) <= {"CANCELLED"})
 
 
-def test_a_cluster_that_takes_shorter_arrays_is_told_with_its_limit(slurm: Cluster) -> None:
+def test_a_cluster_that_takes_shorter_arrays_is_reported_with_its_limit(slurm: Cluster) -> None:
     with slurm.configured(MaxArraySize="3"), pytest.raises(LaunchError, match="MaxArraySize is 3"):
         started(4)
 

@@ -85,7 +85,7 @@ def test_a_spare_of_a_detached_run_finds_a_rank_lost_and_takes_it_over_without_a
     assert len(modal_runs.sandboxes) == n_jobs == 3
 
 
-def test_who_watches_a_run_names_the_spare_and_starts_nothing(machines: Machines) -> None:
+def test_a_process_that_watches_a_run_names_the_spare_and_starts_nothing(machines: Machines) -> None:
     run = starts()
     thread = threading.Thread(target=run.wait, args=(120,))
     thread.start()
@@ -134,7 +134,7 @@ def test_a_spare_ends_with_its_run(machines: Machines, ending: str) -> None:
     assert view_of(run).record.settings.spares == 1
 
 
-def test_a_spare_that_cannot_be_had_is_a_warning(machines: Machines, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_spare_that_is_not_available_is_a_warning(machines: Machines, capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.py").write_text(MAIN)
     machines.fail("start", "rejected", when=lambda: machines.jobs)
     run = start(1, restarts="2", spares=1, detach=True)

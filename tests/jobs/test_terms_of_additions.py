@@ -36,7 +36,7 @@ from executors.testing import eventually
 __all__ = ["folder", "others"]  # fixtures
 
 
-def test_a_resume_gives_each_what_it_was_given_and_asks_for_nothing_that_somebody_else_wrote(
+def test_a_resume_gives_each_what_it_was_given_and_asks_for_nothing_that_another_user_wrote(
     machines: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("S", "a secret of this machine")

@@ -58,7 +58,7 @@ def test_two_additions_at_once_are_both_noted(monkeypatch: pytest.MonkeyPatch) -
     assert (launched.task_digest, launched.executor_options, launched.secrets) == ("0" * 64, {"a": 1}, ("token",))
 
 
-def test_who_launched_does_not_start_what_another_process_added(machines: Machines, folder: Path) -> None:
+def test_a_process_that_launched_does_not_start_what_another_process_added(machines: Machines, folder: Path) -> None:
     run = launched(folder, AnyFakeExecutor(), restarts="3,backoff=0s", timeout=500, env={"WORD": "launch"})
     there = attach("otter", executor=AnyFakeExecutor())
     assert there.add(AnyFakeExecutor(), 1, timeout=50, env={"WORD": "added", "MORE": "yes"}) == [1]
@@ -141,7 +141,7 @@ def test_a_cancel_ends_all_that_it_can_before_it_tells_of_what_it_cannot(
 
 
 @pytest.mark.usefixtures("quick_tries")
-def test_no_controller_goes_on_with_an_addition_that_failed(machines: Machines, folder: Path) -> None:
+def test_no_controller_continues_with_an_addition_that_failed(machines: Machines, folder: Path) -> None:
     run = launched(folder, local(), restarts="3,backoff=0s", detach=True)
     machines.fail("start", "rejected", times=None)
     with pytest.raises(LaunchError, match="Fake: rejected, as the test asked"):

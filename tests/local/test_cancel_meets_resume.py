@@ -55,7 +55,7 @@ def ran(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if "-" in path.name)
 
 
-def test_what_a_resume_starts_behind_a_cancel_runs_none_of_the_users_code(
+def test_what_a_resume_starts_after_a_cancel_runs_none_of_the_users_code(
     failed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CancelledInAResume, "is_armed", True)
@@ -68,7 +68,7 @@ def test_what_a_resume_starts_behind_a_cancel_runs_none_of_the_users_code(
     assert kinds(failed) == [("resume", None, {0: 1, 1: 1}), ("cancel", None, {})]
 
 
-def test_a_cancel_between_the_look_and_the_order_of_a_resume_is_told(
+def test_a_cancel_between_the_look_and_the_order_of_a_resume_is_reported(
     failed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look = RunView.status
@@ -94,7 +94,9 @@ def test_a_resume_after_a_cancel_starts_what_it_names_and_nothing_else(failed: R
     assert kinds(failed) == [("cancel", None, {}), ("resume", None, {1: 1}), ("cancel", 0, {})]
 
 
-def test_cancelling_one_rank_bars_that_one_alone(failed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelling_one_rank_blocks_that_one_alone(
+    failed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failed.cancel(1)
     failed.cancel(1)
     assert kinds(failed) == [("cancel", 1, {})] * 2, "a resume may have come between that this process has not seen"
@@ -124,13 +126,13 @@ BARRED = [("cancel", None, "The launch failed before all replicas were started: 
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_a_launch_that_fails_half_way_bars_its_run() -> None:
+def test_a_launch_that_fails_half_way_blocks_its_run() -> None:
     with pytest.raises(LaunchError):
         launch(PLAIN, "time:time", 2, run_id="otter")
     assert orders_of("otter") == BARRED
 
 
-def test_a_resume_from_a_snapshot_that_fails_half_way_bars_the_new_run(
+def test_a_resume_from_a_snapshot_that_fails_half_way_blocks_the_new_run(
     failed: Run, nothing_starts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("executors.run.resume.new_run_id", lambda: "heron")

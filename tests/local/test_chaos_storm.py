@@ -95,7 +95,7 @@ def test_a_run_in_a_storm_ends_with_one_anchor_and_leaves_nothing_running(tmp_pa
     eventually(lambda: not any(map(lives, [*found.values(), supervisor])), "nothing is left running", within_s=20)
 
 
-def test_a_crash_loop_is_given_up_and_the_exit_code_says_that_it_would_go_on(folder: Folder) -> None:
+def test_a_crash_loop_is_given_up_and_the_exit_code_reports_that_it_would_continue(folder: Folder) -> None:
     chaos = "exit:rank=1,at=outcome,code=3,attempt=all"
     told = folder.launch("job:main", "--restarts", "10,backoff=0s:0s", "--chaos", chaos, "--run-id", "looping")
     assert told.code == 93, told

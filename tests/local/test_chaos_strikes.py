@@ -59,7 +59,7 @@ def test_a_replica_ends_in_the_way_that_its_spec_says() -> None:
     assert "RuntimeError: chaos: rank 0 raises before outcome 1" in str(outcomes[0].output_tail)
 
 
-def test_the_supervisor_kills_whoever_runs(tmp_path: Path) -> None:
+def test_the_supervisor_kills_the_process_that_runs(tmp_path: Path) -> None:
     args = {"path": str(tmp_path / "hangs")}
     run = launch(LocalProcessExecutor(preload=()), tasks.hang, 2, args=args, chaos=["kill:every=0.1"])
     run.wait(60)

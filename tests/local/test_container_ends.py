@@ -58,7 +58,7 @@ def test_an_exception_leaves_its_traceback_and_the_end_of_the_output_and_an_exit
     assert outcome_of(spec).headline.endswith("a result. It printed: job.py: error: no --lr")
 
 
-def test_the_last_64_kib_of_both_streams_are_kept_and_all_of_it_goes_on(site: StandaloneScene) -> None:
+def test_the_last_64_kib_of_both_streams_are_kept_and_all_of_it_continues(site: StandaloneScene) -> None:
     spec, process = site.start("talks")
     code, out, err = ended(process)
     outcome = outcome_of(spec)
@@ -149,7 +149,9 @@ def test_a_hang_is_ended_and_the_replica_comes_back_in_its_container(site: Stand
     assert "in holds_the_gil" in out, "the stacks"
 
 
-def test_a_replica_that_the_kernel_killed_for_want_of_memory_says_so(site: StandaloneScene, small_memory: Path) -> None:
+def test_a_replica_that_the_kernel_killed_for_lack_of_memory_reports_that(
+    site: StandaloneScene, small_memory: Path
+) -> None:
     join = f'echo $$ > {small_memory}/cgroup.procs && exec "$@"'
     spec, process = site.start("takes_memory", within=("sh", "-c", join, "sh"))
     assert ended(process)[0] == 137
@@ -180,7 +182,7 @@ def test_where_no_processes_and_control_groups_can_be_seen_a_replica_runs_and_co
     assert outcome_of(replace(spec, attempt=1)).result == 1
 
 
-def test_an_attached_run_that_nobody_watches_ends(site: StandaloneScene) -> None:
+def test_an_attached_run_that_no_process_watches_ends(site: StandaloneScene) -> None:
     spec, process = site.start("waits", lease_s=1.0)
     assert ended(process)[0] == 143
     outcome = outcome_of(spec)

@@ -87,7 +87,7 @@ def test_a_failure_after_a_round_or_of_a_run_that_did_not_ask_for_it_leaves_the_
     run.cancel()
 
 
-def test_where_fewer_are_enough_a_rank_that_was_not_to_be_had_ends_nobody() -> None:
+def test_if_fewer_are_enough_a_rank_that_was_not_available_ends_no_one() -> None:
     for run_id, min_replicas, reason, ends in (
         ("all", None, "start_failed", True),
         ("fewer", 2, "start_failed", False),

@@ -26,7 +26,7 @@ MIXED = (
 )
 
 
-def test_where_nobody_else_does_it_the_one_who_waits_ends_the_run(
+def test_where_no_one_else_does_it_the_one_who_waits_ends_the_run(
     third_party: PopenExecutor, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = launch(third_party, "support.tasks:fail_or_hang", 3, args={"rank": 1}, fail_fast=True)
@@ -38,7 +38,7 @@ def test_where_nobody_else_does_it_the_one_who_waits_ends_the_run(
     assert view_of(attach(run.run_id)).record.settings.fail_fast
 
 
-def test_fail_fast_ends_the_others_though_the_store_failed_when_they_were_to_be_told(
+def test_fail_fast_ends_the_others_although_the_store_failed_when_they_were_to_be_told(
     third_party: PopenExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request_cancel, failures = Attempt.request_cancel, iter([StoreError("no answer")] * 2)
@@ -54,7 +54,7 @@ def test_fail_fast_ends_the_others_though_the_store_failed_when_they_were_to_be_
     assert [row.status for row in run.outcomes()] == ["cancelled", "failed"]
 
 
-def test_who_may_only_read_is_told_once_that_it_cannot_end_the_run(
+def test_a_process_that_may_only_read_is_reported_once_that_it_cannot_end_the_run(
     third_party: PopenExecutor, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def refuses(attempt: Attempt, why: str) -> None:
@@ -73,14 +73,16 @@ def test_who_may_only_read_is_told_once_that_it_cannot_end_the_run(
     run.cancel()
 
 
-def test_who_waits_elsewhere_and_cannot_end_the_run_has_no_error(third_party: PopenExecutor) -> None:
+def test_a_process_that_waits_elsewhere_and_cannot_end_the_run_has_no_error(third_party: PopenExecutor) -> None:
     run = launch(third_party, "support.tasks:fail_or_hang", 2, args={"rank": 1}, fail_fast=True)
     attach(run.run_id, executor=third_party).wait(4)  # the other's marker may have ended it by then
     assert run.wait(60)
     assert run.outcomes()[1].status == "failed"
 
 
-def test_who_waits_is_told_of_it_once(local: LocalProcessExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_waits_is_reported_it_once(
+    local: LocalProcessExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
     with launch(local, "support.tasks:fail_or_hang", 2, args={"rank": 1}) as run:
         said: list[str] = []
 
@@ -98,7 +100,7 @@ def test_who_waits_is_told_of_it_once(local: LocalProcessExecutor, capsys: pytes
     )
 
 
-def test_nobody_is_said_to_train_on_where_all_fail_one_after_the_other() -> None:
+def test_no_one_is_said_to_train_on_where_all_fail_one_after_the_other() -> None:
     failed, running = ReplicaStatus.FAILED, ReplicaStatus.RUNNING
     states = [ReplicaState(rank, 0, failed, Outcome(rank, 0, failed, "exception")) for rank in (0, 1)]
     now = RunStatus("otter", "local", [*states, *(ReplicaState(rank, 0, running) for rank in (2, 3))])

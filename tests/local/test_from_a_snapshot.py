@@ -54,7 +54,7 @@ def by_command(run: Run, here: HereInstead) -> str:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_rotten_newest_round_is_named_within_the_grace_and_a_new_run_goes_on(
+def test_a_damaged_newest_round_is_named_within_the_grace_and_a_new_run_continues(
     tmp_path: Path, here: HereInstead, sharded: bool
 ) -> None:
     run, rotten = rotten_run(tmp_path, sharded=sharded)
@@ -89,7 +89,7 @@ def test_a_run_that_is_not_over_or_only_some_of_its_ranks_begin_no_new_run(tmp_p
             resume(run, ranks=[1], from_snapshot=True)
 
 
-def test_a_run_that_has_no_snapshot_is_named_by_who_would_go_on_from_it() -> None:
+def test_a_run_that_has_no_snapshot_is_named_by_the_process_that_would_continue_from_it() -> None:
     run = launch(LOCAL, "executors.testing.tasks:fail", 1, args={"message": "no"})
     run.wait(60)
     new = launch(LOCAL, say_where_it_begins, 1, env={"ORIGIN": run.run_id})

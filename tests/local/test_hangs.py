@@ -297,7 +297,7 @@ def test_work_without_reports_is_not_ended(task: Callable[[Replica], None], judg
 
 
 @pytest.mark.parametrize("task", FINE)
-def test_what_goes_on_or_may_be_slow_is_left_alone(task: object, hung: dict[str, Watched]) -> None:
+def test_what_continues_or_may_be_slow_is_left_alone(task: object, hung: dict[str, Watched]) -> None:
     rank = hung[getattr(task, "__name__", "")]
     assert (rank.reports, rank.exit_code) == ([], 0)
 
@@ -330,7 +330,7 @@ def test_a_rank_that_swallows_the_error_is_killed_after_its_grace() -> None:
     assert rank.exit_code == -signal.SIGKILL
 
 
-def test_a_helper_that_a_rank_forks_is_nobody_that_is_watched() -> None:
+def test_a_helper_that_a_rank_forks_is_not_watched() -> None:
     def fork_a_helper(replica: Replica) -> None:
         replica.report(step=0)
         pid = os.fork()
@@ -345,7 +345,7 @@ def test_a_helper_that_a_rank_forks_is_nobody_that_is_watched() -> None:
 
 
 @pytest.mark.skipif(shutil.which("gdb") is None, reason="needs gdb")
-def test_a_rank_that_somebody_debugs_is_not_judged() -> None:
+def test_a_rank_that_is_debugged_is_not_judged() -> None:
     rank = start(partial(hang_after_two_steps, "recv"), "2s")
     gdb = subprocess.Popen(
         ["gdb", "-q", "-nx", "-p", str(rank.pid)],
@@ -362,7 +362,7 @@ def test_a_rank_that_somebody_debugs_is_not_judged() -> None:
     assert rank.reports == []
 
 
-def test_a_rank_that_stays_in_an_atomic_part_is_ended_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_stays_in_an_atomic_part_is_ended_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "ATOMIC_LIMIT_S", 2.0)
 
     def stay(replica: Replica) -> None:

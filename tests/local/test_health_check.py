@@ -40,7 +40,7 @@ def draw():
 """
 
 
-def test_a_replica_whose_check_fails_ends_before_its_task_and_says_why(tmp_path: Path) -> None:
+def test_a_replica_whose_check_fails_ends_before_its_task_and_reports_the_reason(tmp_path: Path) -> None:
     (tmp_path / "checks_of_ranks.py").write_text(CHECKS)
     name = f"{tmp_path}/checks_of_ranks.py"
     local = LocalProcessExecutor(preload=())
@@ -133,7 +133,7 @@ class AttemptStarter:
 
 
 @pytest.mark.parametrize(("has_wider", "expected"), [(True, ["fork", None]), (False, ["fork", "fork", "fork"])])
-def test_a_process_that_is_unwell_twice_running_is_left_to_who_can_start_elsewhere(
+def test_a_process_that_is_unhealthy_twice_running_is_left_to_the_process_that_can_start_elsewhere(
     has_wider: bool, expected: list[str | None]
 ) -> None:
     log = DecisionLog(MemoryStore(), "run")

@@ -154,7 +154,7 @@ def test_no_code_comes_from_a_record(victim: Victim, owner: Owner) -> None:
         assert "evil_backend" not in sys.modules
 
 
-def test_a_class_that_a_person_names_is_used(victim: Victim, directory: OwnsDirectory) -> None:
+def test_a_class_that_a_user_names_is_used(victim: Victim, directory: OwnsDirectory) -> None:
     write_run(directory, backend="popen", executor="support.third_party:PopenExecutor")
     directory.write("bad/replicas/0000/0/handle.json", b'{"rank": 0, "backend_name": "popen", "metadata": {"pid": 1}}')
     assert "--backend support.third_party:PopenExecutor" in victim.uses("status", directory).stdout
@@ -290,7 +290,9 @@ def test_the_small_records_break_nothing(victim: Victim, directory: OwnsDirector
 # What a handle would like to choose
 
 
-def test_no_process_is_signalled_and_no_file_is_shown_because_a_record_says_so(victim: Victim, owner: Owner) -> None:
+def test_no_process_is_signalled_and_no_file_is_shown_because_a_record_asks_for_it(
+    victim: Victim, owner: Owner
+) -> None:
     pid = victim.canary.pid
     place: dict[str, Any] = {
         "supervisor_pid": pid,
@@ -379,7 +381,7 @@ def test_artifacts_under_odd_names_are_skipped_and_named_and_the_rest_is_collect
     assert victim.lists(owner) == []
 
 
-def test_a_file_whose_name_is_no_text_is_skipped_and_named(victim: Victim, directory: OwnsDirectory) -> None:
+def test_a_file_whose_name_is_not_text_is_skipped_and_named(victim: Victim, directory: OwnsDirectory) -> None:
     write_run(directory, world_size=1)
     directory.write("bad/replicas/0000/0/outcome.json", json.dumps(outcome_json(0)).encode())
     folder = directory.path / "bad/replicas/0000/0/artifacts"

@@ -96,7 +96,7 @@ def test_ctrl_c_is_passed_on_and_the_run_is_cancelled() -> None:
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_what_the_entrypoint_raises_is_passed_on_though_its_store_takes_nothing(
+def test_what_the_entrypoint_raises_is_passed_on_although_its_store_takes_nothing(
     kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def entrypoint() -> None:
@@ -115,7 +115,7 @@ def test_what_the_entrypoint_raises_is_passed_on_though_its_store_takes_nothing(
     assert "its outcome cannot be recorded: Cannot create" in printed
 
 
-def test_an_inline_run_whose_outcome_could_not_be_written_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inline_run_whose_outcome_could_not_be_written_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     put_if_absent = FileStore.put_if_absent
 
     def refuse(store: FileStore, key: str, data: Data) -> bool:
@@ -132,7 +132,7 @@ def test_an_inline_run_whose_outcome_could_not_be_written_is_over(monkeypatch: p
     run.cancel()
 
 
-def test_a_run_that_was_left_while_it_wrote_its_last_is_over_for_other_processes(
+def test_a_run_that_was_left_while_it_wrote_its_last_has_ended_for_other_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def leave(*args: object) -> None:
@@ -171,7 +171,7 @@ def test_what_it_cannot_do_is_refused_by_name(state_home: Path) -> None:
     assert {path.parent.name for path in state_home.rglob("*") if path.is_file()} <= {".preparing"}
 
 
-def test_a_policy_of_restarts_does_not_count_and_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_of_restarts_does_not_count_and_it_reports_that(capsys: pytest.CaptureFixture[str]) -> None:
     run = launch("inline", "os:getpid", 1, restarts=3)
     assert (
         "backend 'inline' restarts no replica: restarts, hang_timeout and start_timeout do not count"
@@ -180,7 +180,7 @@ def test_a_policy_of_restarts_does_not_count_and_it_says_so(capsys: pytest.Captu
     assert view_of(run).record.settings.restarts is None
 
 
-def test_the_command_shows_a_debugger_and_goes_on(folder: Folder) -> None:
+def test_the_command_shows_a_debugger_and_continues(folder: Folder) -> None:
     (folder.path / "debugged.py").write_text("def main():\n    value = 6 * 7\n    breakpoint()\n    return value\n")
     terminal = Terminal(folder, "launch", "debugged.py", "--n", "1", "--backend", "inline", "--run-id", "mine")
     try:
@@ -218,7 +218,7 @@ def test_ctrl_c_in_the_command_cancels_it(folder: Folder) -> None:
     assert attach("mine").outcomes()[0].status == "cancelled"
 
 
-def test_its_json_is_one_document_though_the_entrypoint_prints(here: HereInstead) -> None:
+def test_its_json_is_one_document_although_the_entrypoint_prints(here: HereInstead) -> None:
     result = here.replicas("launch", "job:main", "--n", "1", "--backend", "inline", "--json")
     assert result.json["replicas"][0]["result"] == {"rank": 0}
     assert "hello 0 of rank 0" in result.stderr
@@ -233,7 +233,7 @@ def test_its_json_is_one_document_though_the_entrypoint_prints(here: HereInstead
     assert (result.json["exit_code"], "printed" in result.stderr) == (0, True)
 
 
-def test_the_command_says_how_it_ended_also_where_it_was_to_be_detached(here: HereInstead) -> None:
+def test_the_command_says_how_it_ended_even_if_it_was_to_be_detached(here: HereInstead) -> None:
     (here.folder.path / "broken.py").write_text("def main():\n    raise ValueError('x')\n")
     result = here.replicas("launch", "broken.py", "--n", 1, "--backend", "inline", "--detach")
     assert result.code == 1, result

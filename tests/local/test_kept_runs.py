@@ -83,7 +83,7 @@ def kinds(run: Run) -> list[tuple[str, dict[int, int], str | None]]:
     return [(entry.kind, entry.start, entry.how) for entry in log_of(run)]
 
 
-def test_a_supervisor_that_is_killed_is_replaced_by_who_launched(here: Folder) -> None:
+def test_a_supervisor_that_is_killed_is_replaced_by_the_process_that_launched(here: Folder) -> None:
     with here.started("launch", "waits.py:main", "--n", 2, *FAST, "--restarts", 2, "--run-id", "otter") as command:
         command.prints("running")
         os.kill(supervisor(here, 0, 0), signal.SIGKILL)
@@ -185,7 +185,7 @@ def exists_run() -> bool:
 
 
 @pytest.mark.usefixtures("_supervisors")
-def test_a_stop_ends_what_is_not_over_in_time_with_code_0(here: Folder) -> None:
+def test_a_stop_ends_what_is_not_ended_in_time_with_code_0(here: Folder) -> None:
     launched(here, "--restarts", "3")
     stopped = here.replicas("stop", "otter", "--within", "1s")
     assert stopped.code == 0, stopped

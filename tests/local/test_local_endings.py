@@ -78,7 +78,7 @@ def test_a_sigterm_that_replicas_did_not_send_is_a_signal(local: LocalProcessExe
     assert row["error"] == "Replica 0 of 1 was terminated by SIGTERM, not sent by `replicas`."
 
 
-def test_a_replica_killed_for_want_of_memory_says_so(local: LocalProcessExecutor, small_memory: Path) -> None:
+def test_a_replica_killed_for_lack_of_memory_reports_that(local: LocalProcessExecutor, small_memory: Path) -> None:
     row = one_row(local, tasks.take_memory, {"group": str(small_memory)})
     assert (row["status"], row["reason"], row["exit_code"]) == ("failed", "oom", -signal.SIGKILL)
     assert "memory" in row["error"]
@@ -129,7 +129,7 @@ def test_every_kind_of_exception_is_recorded(local: LocalProcessExecutor) -> Non
 
 
 @pytest.mark.parametrize("holds", ["what it raised", "its module"])
-def test_a_replica_without_a_free_descriptor_left_says_so_in_its_outcome(
+def test_a_replica_without_a_free_descriptor_left_reports_that_in_its_outcome(
     local: LocalProcessExecutor, holds: str
 ) -> None:
     def leak(for_good: bool) -> None:
@@ -312,7 +312,7 @@ def test_a_cleaning_up_that_never_ends_is_ended(local: LocalProcessExecutor, tmp
     assert local.poll(handles[0]) == "cancelled"
 
 
-def test_a_replica_that_swallows_sigterm_and_returns_is_cancelled_all_the_same(
+def test_a_replica_that_swallows_sigterm_and_returns_is_cancelled_anyway(
     local: LocalProcessExecutor, tmp_path: Path
 ) -> None:
     handles = local.launch_replicas(1, tasks.swallow_sigterm, {"path": str(tmp_path / "said")})

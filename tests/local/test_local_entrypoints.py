@@ -179,7 +179,7 @@ def test_a_module_changed_between_two_launches_is_read_again(local: LocalProcess
         assert launch(local, "changing:train", 1).results() == [number]
 
 
-def test_what_a_user_module_raises_when_called_has_its_traceback_and_no_frames_of_ours(
+def test_what_a_user_module_raises_when_called_has_its_traceback_and_no_frames_of_this_project(
     local: LocalProcessExecutor, project: Path
 ) -> None:
     (project / "dividing.py").write_text("def train():\n    return 1 / 0\n")

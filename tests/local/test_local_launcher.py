@@ -103,7 +103,7 @@ def test_a_launcher_that_used_torchs_threads_can_launch(tmp_path: Path) -> None:
 # --- detached runs
 
 
-def test_a_detached_run_goes_on_and_is_attached_cancelled_and_collected_elsewhere(tmp_path: Path) -> None:
+def test_a_detached_run_continues_and_is_attached_cancelled_and_collected_elsewhere(tmp_path: Path) -> None:
     with launcher("launch_and_end", str(tmp_path), "detached") as process:
         launched = said(tmp_path / "launched")
         assert process.wait(60) == 0

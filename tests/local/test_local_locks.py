@@ -80,7 +80,7 @@ def test_a_link_in_the_place_of_the_locks_is_not_followed(tmp_path: Path) -> Non
     os.close(descriptor)
 
 
-def test_a_run_is_cancelled_also_where_its_locks_are_not_found(local: LocalProcessExecutor, state_home: Path) -> None:
+def test_a_run_is_cancelled_even_if_its_locks_are_not_found(local: LocalProcessExecutor, state_home: Path) -> None:
     run = launch(local, task("hang"), 1, run_id="mine")
     pid = pid_of(view_of(run).reader.handles.of(0))
     (state_home / "replicas" / "mine" / NAME).unlink()
@@ -109,7 +109,7 @@ def test_logs_of_two_runs_of_one_id_are_never_mixed(
     assert "mine" in attach("same").logs(0)
 
 
-def test_a_run_under_the_id_of_one_that_was_deleted_elsewhere_begins_its_log_anew(
+def test_a_run_under_the_id_of_one_that_was_deleted_elsewhere_begins_its_log_again(
     local: LocalProcessExecutor, tmp_path: Path, state_home: Path
 ) -> None:
     """A bucket's lifecycle and `replicas rm` on another machine leave this machine's folder as it is."""

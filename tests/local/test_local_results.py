@@ -92,7 +92,7 @@ def test_a_function_that_cannot_be_pickled_is_refused_before_anything_starts(loc
     assert list_runs() == []
 
 
-def test_a_result_is_recorded_though_the_store_took_nothing_for_a_while_after_the_entrypoint_returned(
+def test_a_result_is_recorded_although_the_store_took_nothing_for_a_while_after_the_entrypoint_returned(
     local: LocalProcessExecutor, tmp_path: Path, state_home: Path
 ) -> None:
     run = without_store(local, tmp_path, state_home, "cannot be recorded yet", gives_up_s=60.0)
@@ -111,7 +111,7 @@ def test_a_result_that_could_never_be_recorded_is_not_taken_for_an_entrypoint_th
     assert (outcome.reason, outcome.error, outcome.fingerprint) == ("no_result", said, None)
 
 
-def test_an_entrypoint_that_raised_is_not_said_to_have_ended_by_its_store(
+def test_an_entrypoint_that_raised_is_not_reported_to_have_ended_by_its_store(
     local: LocalProcessExecutor, tmp_path: Path, state_home: Path
 ) -> None:
     run = without_store(local, tmp_path, state_home, "StoreError: ", gives_up_s=0.5, error="the bug")

@@ -56,7 +56,7 @@ def test_one_can_wait_for_some_of_the_replicas_and_for_each_in_turn(local: Local
             run.wait(n=n)
 
 
-def test_who_waits_is_shown_how_far_the_run_is(
+def test_a_process_that_waits_is_shown_how_far_the_run_is(
     local: LocalProcessExecutor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = launch(local, tasks.step_on, 2, args={"path": str(tmp_path / "go")}, progress=True)
@@ -264,7 +264,7 @@ def test_a_run_that_is_not_known_is_named_with_the_nearest_one(local: LocalProce
         attach("Not An Id")
 
 
-def test_a_list_goes_on_when_one_store_is_gone(local: LocalProcessExecutor, tmp_path: Path) -> None:
+def test_a_list_continues_when_one_store_is_gone(local: LocalProcessExecutor, tmp_path: Path) -> None:
     import shutil
 
     kept = launch(local, tasks.rank, 1)
@@ -293,7 +293,7 @@ def test_a_run_at_a_store_that_does_not_answer_has_its_place_in_a_list(
     assert [run.run_id for run in list_runs()] == [run.run_id for run in runs]
 
 
-def test_a_record_that_is_no_json_is_an_error_that_names_it(local: LocalProcessExecutor) -> None:
+def test_a_record_that_is_not_json_is_an_error_that_names_it(local: LocalProcessExecutor) -> None:
     run = launch(local, tasks.rank, 1)
     run.wait()
     eventually(lambda: not is_alive(run.handles[0].metadata["supervisor_pid"]))

@@ -163,7 +163,7 @@ def test_gpus_are_split_over_the_ranks_that_run_at_once(monkeypatch: pytest.Monk
     assert visible_devices(gpus(4), 2, None) == ["1,3", "1,3"], "left alone without a request"
 
 
-def test_a_request_without_any_gpu_warns_once_and_goes_on() -> None:
+def test_a_request_without_any_gpu_warns_once_and_continues() -> None:
     executor = gpus(0)
     with pytest.warns(RuntimeWarning, match=r"A100-unheard-of.*no GPU") as warned:
         assert launch(executor, tasks.rank, 1, gpu="A100-unheard-of").results() == [0]

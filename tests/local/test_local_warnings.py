@@ -87,7 +87,7 @@ def told(run: Run) -> list[tuple[int | None, int | None, str, int]]:
     return sorted((event.rank, event.attempt, event.why, event.count) for event in events)
 
 
-def test_warnings_of_ours_and_marked_ones_are_events_and_those_of_the_user_are_in_the_log_alone(
+def test_warnings_of_this_project_and_marked_ones_are_events_and_those_of_the_user_are_in_the_log_alone(
     local: LocalProcessExecutor,
 ) -> None:
     run = launch(local, "warns_job:warn", 2)
@@ -237,7 +237,9 @@ def test_steps_that_are_in_no_average_are_an_event_of_their_run(job: Path) -> No
     assert any("5 steps of this replica since its last round are in no average" in e.text for e in run.warnings())
 
 
-def test_replicas_whose_loops_end_at_unlike_steps_end_with_unlike_models_and_the_run_says_so(job: Path) -> None:
+def test_replicas_whose_loops_end_at_different_steps_end_with_different_models_and_the_run_reports_that(
+    job: Path,
+) -> None:
     (job / "train_job.py").write_text(TRAIN)
     run = launch("local", "train_job:by_episodes", 2)
     assert run.wait(100)
@@ -263,7 +265,7 @@ def test_replicas_that_change_their_models_in_different_ways_after_the_end_are_w
         assert all(text.startswith("Replicas ended with different models: ranks 0-1 changed theirs") for text in found)
 
 
-def test_replicas_that_each_trained_alone_say_so_and_those_that_know_their_rank_do_not(job: Path) -> None:
+def test_replicas_that_each_trained_alone_report_that_and_those_that_know_their_rank_do_not(job: Path) -> None:
     (job / "train_job.py").write_text(TRAIN)
     (job / "script.py").write_text("import sys, train_job\ntrain_job.alone()\n")
     (job / "by_rank.py").write_text(

@@ -57,7 +57,7 @@ def in_a_thread(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     return thread, ends
 
 
-def test_a_zygote_killed_in_the_middle_of_a_launch_either_launches_or_says_so(local: LocalProcessExecutor) -> None:
+def test_a_zygote_killed_in_the_middle_of_a_launch_either_launches_or_reports_that(local: LocalProcessExecutor) -> None:
     before = local.launch_replicas(1, tasks.hang, {})
     zygote = zygote_of(before[0])
     os.kill(zygote, signal.SIGSTOP)
@@ -171,7 +171,7 @@ def test_a_machine_without_room_for_another_process_is_said_to_have_none(
         launch(preloaded(lines), entrypoint, 1)
 
 
-def test_a_launcher_without_room_for_a_zygote_says_so(
+def test_a_launcher_without_room_for_a_zygote_reports_that(
     preloaded: Callable[[str], LocalProcessExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def has_no_room(*args: Any, **options: Any) -> None:
@@ -190,7 +190,7 @@ def test_a_launcher_without_room_for_a_zygote_says_so(
         ("import os; os._exit(3)", "ended with exit code 3. Perhaps by what it imports: json, test_how"),
     ],
 )
-def test_how_a_zygote_ended_that_could_not_say_so_is_told(
+def test_how_a_zygote_ended_that_could_not_report_that_is_reported(
     preloaded: Callable[[str], LocalProcessExecutor], lines: str, said: str
 ) -> None:
     with pytest.raises(BackendError, match=f"The process that forks replicas {said}"):

@@ -136,7 +136,7 @@ def test_while_a_replica_runs_the_last_256_kibibytes_are_copied_when_it_printed_
     beating.stop()
 
 
-def test_a_log_that_cannot_be_copied_costs_nobody_a_result(local: LocalProcessExecutor, tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_copied_costs_no_one_a_result(local: LocalProcessExecutor, tmp_path: Path) -> None:
     def entrypoint(state: str) -> str:
         for log in Path(state).rglob("output.log"):
             log.unlink()

@@ -99,7 +99,9 @@ def test_warnings_cost_status_no_request_and_one_read_for_each_attempt(bucket: S
     assert [(each.rank, each.text, each.count) for each in run.warnings()][:2] == [(0, "of 0", 2), (1, "of 1", 2)]
 
 
-def test_the_log_of_decisions_is_read_once_somebody_has_ended_and_from_where_it_was_read_to(bucket: S3Server) -> None:
+def test_the_log_of_decisions_is_read_once_another_process_has_ended_and_from_where_it_was_read_to(
+    bucket: S3Server,
+) -> None:
     store = open_store(bucket.url("runs"))
     write_run(store, 2)
     store.put("wide/run.json", json.dumps(run_json(world_size=2, restarts="3")).encode())
@@ -166,7 +168,7 @@ def test_what_happened_costs_a_look_the_claims_the_first_reports_and_the_log(buc
     assert sorted(kinds) == ["claimed"] * 8 + ["first_progress"] * 8 + ["launched"]
 
 
-def test_who_launches_or_resumes_at_a_bucket_leaves_the_handles_together(
+def test_a_process_that_launches_or_resumes_at_a_bucket_leaves_the_handles_together(
     bucket: S3Server, local: LocalProcessExecutor
 ) -> None:
     run = launch(local, task("fail"), 2, args={"message": "no"}, run_id="wide", rendezvous=bucket.url("runs"))

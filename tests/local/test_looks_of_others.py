@@ -74,7 +74,7 @@ def test_a_look_from_another_machine_of_the_same_name_leaves_a_run_alone(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount /proc, and become somebody else")
 @pytest.mark.parametrize("hidepid", [1, 2])
-def test_who_is_not_shown_the_processes_of_others_takes_none_of_them_for_ended(hidepid: int) -> None:
+def test_a_process_that_is_not_shown_the_processes_of_others_takes_none_of_them_for_ended(hidepid: int) -> None:
     ended = subprocess.Popen(["true"])
     started = start_time(ended.pid) or 0
     ended.wait()
@@ -88,7 +88,7 @@ def test_who_is_not_shown_the_processes_of_others_takes_none_of_them_for_ended(h
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_a_lost_run_is_shown_to_who_may_only_read_it(run: Run, tmp_path: Path) -> None:
+def test_a_lost_run_is_shown_to_the_process_that_may_only_read_it(run: Run, tmp_path: Path) -> None:
     (handle,) = run.handles
     claim = view_of(run).newest_attempt(0).find("started.json", Claim.parse)
     assert claim is not None

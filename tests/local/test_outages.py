@@ -72,7 +72,7 @@ def test_a_directory_that_is_away_for_five_minutes_costs_no_replica(
     assert anchors[0] == anchors[1]
 
 
-def test_commands_that_follow_a_run_say_that_its_directory_is_away_and_end_with_the_run(folder: Folder) -> None:
+def test_commands_that_follow_a_run_report_that_its_directory_is_away_and_end_with_the_run(folder: Folder) -> None:
     place = folder.path / "runs"
     (folder.path / "waits.py").write_text(
         "import time\nfrom pathlib import Path\n"

@@ -164,7 +164,7 @@ def test_an_error_of_an_attempt_that_began_after_the_last_round_is_explained_and
     assert any(last.headline in str(event.why) for event in run.events()), "the events say so, too"
 
 
-def test_a_restart_together_ends_the_living_ranks_and_starts_them_anew(
+def test_a_restart_together_ends_the_living_ranks_and_starts_them_again(
     local: LocalProcessExecutor, tmp_path: Path
 ) -> None:
     run = started(local, die_and_hang, 3, f"3,together,{QUICK}", folder=str(tmp_path))
@@ -189,7 +189,7 @@ def added(run: Run, **entry: Any) -> None:
         ({"kind": "stop", "why": "asked", "within_s": 0.2}, "the run was stopped"),
     ],
 )
-def test_what_bars_the_run_ends_what_lives_and_what_was_to_be_started(
+def test_what_blocks_the_run_ends_what_lives_and_what_was_to_be_started(
     local: LocalProcessExecutor, tmp_path: Path, entry: dict[str, Any], why: str
 ) -> None:
     run = started(local, die_and_hang, 2, "3,backoff=600s:600s", folder=str(tmp_path))
@@ -216,7 +216,7 @@ def test_what_leaves_when_it_is_asked_to_is_stopped_whatever_is_ordered_after_it
         run.results()
 
 
-def test_a_run_that_is_cancelled_between_two_attempts_is_over_at_once(
+def test_a_run_that_is_cancelled_between_two_attempts_has_ended_at_once(
     local: LocalProcessExecutor, tmp_path: Path
 ) -> None:
     run = started(local, die_and_hang, 1, "3,backoff=600s:600s", folder=str(tmp_path))
@@ -275,7 +275,7 @@ def test_nothing_of_an_attempt_is_left_when_the_next_one_starts(local: LocalProc
     all_gone([int(path.name) for path in tmp_path.glob("[0-9]*")])
 
 
-def test_a_rank_that_hangs_is_ended_says_where_and_starts_anew(local: LocalProcessExecutor, state_home: Path) -> None:
+def test_a_rank_that_hangs_is_ended_says_where_and_starts_again(local: LocalProcessExecutor, state_home: Path) -> None:
     args = {"kinds": ["loop", "mutex with the GIL", "stopped"]}
     run = launch(local, hang_first, 3, args=args, restarts=f"1,{QUICK}", hang_timeout="off")
     added(run, kind="policy", hang="1s:2s")
@@ -346,7 +346,7 @@ def test_a_rank_that_is_given_up_and_resumed_belongs_to_its_new_supervisor(
     assert (first == second, second == third, third == fourth) == (True, False, True)
 
 
-def test_a_process_killed_for_want_of_memory_elsewhere_makes_no_replica_out_of_memory(
+def test_a_process_killed_for_lack_of_memory_elsewhere_makes_no_replica_out_of_memory(
     local: LocalProcessExecutor, small_memory: Path
 ) -> None:
     if killed_for_memory(1, 0.0) is None:

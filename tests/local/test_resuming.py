@@ -75,7 +75,7 @@ def test_the_old_run_object_its_old_handles_and_another_process_see_the_new_atte
     assert attach("half-dead").results()[1]["attempt"] == 1
 
 
-def test_who_takes_replicas_as_they_end_gets_a_resumed_one_again(tmp_path: Path) -> None:
+def test_a_process_that_takes_replicas_as_they_end_gets_a_resumed_one_again(tmp_path: Path) -> None:
     run = launch(PLAIN, second_time_lucky, 3, args={"folder": str(tmp_path)})
     ended = run.as_completed()
     assert {(outcome.rank, str(outcome.status)) for outcome in (next(ended), next(ended))} == {
@@ -192,7 +192,7 @@ def test_a_module_that_a_finder_of_its_own_serves_is_the_same_in_each_folder(
     assert here == there == {str(tmp_path / "editable.py")}
 
 
-def test_a_callable_of_which_nobody_noted_where_it_is_from_is_not_resumed_in_another_folder(
+def test_a_callable_of_which_no_one_noted_where_it_is_from_is_not_resumed_in_another_folder(
     two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = two_folders
@@ -218,7 +218,7 @@ def test_other_code_of_the_same_name_that_is_installed_is_not_taken_for_the_runs
 
 
 @pytest.mark.parametrize("entrypoint", ["train.py:main", "train:main"])
-def test_nobody_is_sent_to_a_folder_that_does_not_have_the_code(
+def test_no_one_is_sent_to_a_folder_that_does_not_have_the_code(
     two_folders: tuple[Path, Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -235,7 +235,7 @@ def test_nobody_is_sent_to_a_folder_that_does_not_have_the_code(
     )
 
 
-def test_who_asked_for_a_new_run_from_a_snapshot_is_told_a_command_that_begins_one(
+def test_a_process_that_asked_for_a_new_run_from_a_snapshot_is_told_a_command_that_begins_one(
     two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = two_folders
@@ -245,7 +245,7 @@ def test_who_asked_for_a_new_run_from_a_snapshot_is_told_a_command_that_begins_o
         resume(attach("nightly"), from_snapshot=True)
 
 
-def test_a_folder_that_is_not_here_any_more_is_named_and_the_run_goes_on_with_what_is(
+def test_a_folder_that_is_not_here_any_more_is_named_and_the_run_continues_with_what_is(
     two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here, there = two_folders

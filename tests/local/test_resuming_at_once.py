@@ -98,7 +98,7 @@ def test_ranks_that_two_processes_resume_at_once_are_started_once(tmp_path: Path
     assert any("AlreadyResumedError" in line for line in losers), "the two never met"
 
 
-def test_who_comes_second_starts_nothing_and_is_told_who_was_first(tmp_path: Path) -> None:
+def test_a_process_that_comes_second_starts_nothing_and_is_told_who_was_first(tmp_path: Path) -> None:
     run = failed(tmp_path / "pids", 1, OvertakenLocally(preload=()), run_id="otter")
     said = rf"Rank 0 of run 'otter' is being resumed by another process \(attempt 1, begun by \S+:{os.getpid()}\)"
     with pytest.raises(AlreadyResumedError, match=said):
@@ -108,7 +108,7 @@ def test_who_comes_second_starts_nothing_and_is_told_who_was_first(tmp_path: Pat
     assert processes(tmp_path / "pids") == {"0": 1}
 
 
-def test_a_resume_that_is_overtaken_in_part_goes_on_with_the_rest(
+def test_a_resume_that_is_overtaken_in_part_continues_with_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(OvertakenLocally, "by_ranks", [0, 2])
@@ -119,7 +119,7 @@ def test_a_resume_that_is_overtaken_in_part_goes_on_with_the_rest(
     assert processes(tmp_path / "pids") == {str(rank): 1 for rank in range(4)}
 
 
-def test_the_command_that_comes_second_says_so_and_exits_with_2(
+def test_the_command_that_comes_second_reports_that_and_exits_with_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "work").mkdir()

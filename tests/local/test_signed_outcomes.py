@@ -189,7 +189,7 @@ def test_a_proven_outcome_counts_for_no_other_rank_and_no_other_attempt(tmp_path
 
 
 @pytest.mark.parametrize("name", ["succeeded", "preempted", "cancelled"])
-def test_a_true_end_gets_through_though_a_forgery_took_its_place(rendezvous: str | Path, name: str) -> None:
+def test_a_true_end_gets_through_although_a_forgery_took_its_place(rendezvous: str | Path, name: str) -> None:
     """A forged `preempted` would make the restart free, and a forged success would make it needless."""
     args = {"fields": FORGED[name], "fails_at": 0}
     run = launch(
@@ -214,7 +214,7 @@ def test_a_forgery_after_the_true_end_changes_nothing(tmp_path: Path, rendezvous
     assert [row["status"] for row in told.json["replicas"]] == ["succeeded"] * 2
 
 
-def test_a_signed_run_stays_signed_on_its_machine_though_its_record_is_replaced(tmp_path: Path) -> None:
+def test_a_signed_run_stays_signed_on_its_machine_although_its_record_is_replaced(tmp_path: Path) -> None:
     args = {"fields": FORGED["succeeded"], "fails_at": 5}
     run = launch(PLAIN, forge_and_end, 1, args=args, signed=True, run_id="otter", rendezvous=tmp_path / "runs")
     assert run.wait(30)

@@ -59,7 +59,7 @@ def assert_nowhere(key: str, run: Run, state_home: Path, *shown: Any) -> None:
     assert key not in repr([run, run.handles, view_of(run).record, run.outcomes(), run.status(), *shown])
 
 
-def test_every_attempt_has_the_key_and_nobody_else_sees_it(
+def test_every_attempt_has_the_key_and_no_one_else_sees_it(
     tmp_path: Path, state_home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(RUN_KEY, "ab" * 32)  # of another run
@@ -138,7 +138,7 @@ def test_another_machine_resumes_a_signed_run_with_the_key_alone(
     assert resume(there, task_digest=digest).results() == [digest_of(key)]
 
 
-def test_a_run_that_goes_on_from_a_snapshot_keeps_the_key(tmp_path: Path) -> None:
+def test_a_run_that_continues_from_a_snapshot_keeps_the_key(tmp_path: Path) -> None:
     run = launch(PLAIN, fail_once, 1, args={"folder": str(tmp_path)}, signed=True)
     assert run.wait(30)
     begun = resume(run, from_snapshot=True)
@@ -226,7 +226,7 @@ def train_alone(steps: int, forged: str) -> int:
         return diloco.rounds
 
 
-def test_a_round_that_stands_still_names_the_object_and_goes_on_once_it_is_deleted(tmp_path: Path) -> None:
+def test_a_round_that_stands_still_names_the_object_and_continues_once_it_is_deleted(tmp_path: Path) -> None:
     forged = "otter/diloco/main/r2/contribution/0"
     args = {"steps": 4, "forged": forged}
     run = launch(PLAIN, train_alone, 1, args=args, signed=True, run_id="otter", rendezvous=tmp_path / "a run's")

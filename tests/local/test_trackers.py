@@ -50,7 +50,7 @@ def tracked_and_resumed(local: LocalProcessExecutor, tracker: str, env: dict[str
     return resumed
 
 
-def test_a_tracker_gets_the_numbers_of_each_rank_and_attempt_beside_the_training(
+def test_a_tracker_gets_the_numbers_of_each_rank_and_attempt_while_training_continues(
     local: LocalProcessExecutor, folder: Path
 ) -> None:
     run = tracked_and_resumed(local, NOTES, {"NOTES": str(folder)})
@@ -157,7 +157,7 @@ def test_a_launch_refuses_a_tracker_that_it_cannot_find(tracker: Any, kind: type
         launch("inline", TRAIN, 1, tracker=tracker)
 
 
-def test_a_launch_says_how_to_install_what_a_tracker_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_explains_how_to_install_what_a_tracker_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
     with pytest.raises(MissingDependencyError, match=r"Install it with: pip install wandb$"):
         launch("inline", TRAIN, 1, tracker="wandb")
@@ -169,7 +169,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 @needs("trackio")
-def test_trackio_has_a_run_for_each_rank_that_its_next_attempt_goes_on_with(
+def test_trackio_has_a_run_for_each_rank_that_its_next_attempt_continues_with(
     local: LocalProcessExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tracked_and_resumed(local, "trackio", {"TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"})
@@ -228,7 +228,7 @@ def records_of_wandb(data: bytes) -> Iterator[bytes]:
 
 
 @needs("mlflow")
-def test_mlflow_has_a_run_for_each_rank_that_its_next_attempt_goes_on_with(
+def test_mlflow_has_a_run_for_each_rank_that_its_next_attempt_continues_with(
     local: LocalProcessExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow import MlflowClient

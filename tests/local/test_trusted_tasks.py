@@ -153,7 +153,7 @@ def test_a_record_that_was_changed_beside_its_task_is_refused(
     assert not (tmp_path / "imported").exists()
 
 
-def test_who_launched_a_run_goes_by_what_was_launched_and_not_by_what_the_bucket_says_since(
+def test_a_process_that_launched_a_run_goes_by_what_was_launched_and_not_by_what_the_bucket_says_since(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def meanwhile(store: Store, run_id: str, *_: object) -> None:
@@ -262,7 +262,7 @@ def test_what_the_bucket_says_is_shown_without_its_control_characters(
     assert str(caught.value).isprintable()
 
 
-def test_a_person_carries_the_digest_to_another_machine(
+def test_a_user_carries_the_digest_to_another_machine(
     tmp_path: Path, here: HereInstead, elsewhere: Callable[[], None]
 ) -> None:
     options = ("--n", 1, "--run-id", "otter", "--rendezvous", tmp_path / "b", "--json")
@@ -298,7 +298,7 @@ def test_what_is_not_a_digest_is_a_usage_error(tmp_path: Path, here: HereInstead
         assert (told.code, message in told.stderr) == (2, True), told
 
 
-def test_who_trusts_the_bucket_is_told_what_that_is(
+def test_a_process_that_trusts_the_bucket_is_told_what_that_is(
     tmp_path: Path, here: HereInstead, elsewhere: Callable[[], None]
 ) -> None:
     run = failed(tmp_path / "bucket", tmp_path / "ran")
@@ -317,7 +317,7 @@ def test_who_trusts_the_bucket_is_told_what_that_is(
         assert what in told.stderr
 
 
-def test_who_trusts_the_bucket_is_told_when_this_machine_launched_another_task_there(
+def test_a_process_that_trusts_the_bucket_is_told_when_this_machine_launched_another_task_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = failed(tmp_path / "bucket", tmp_path / "ran")
@@ -352,7 +352,7 @@ def test_a_first_launch_trusts_itself(trust: dict[str, Any]) -> None:
         launch(PLAIN, FAIL, 1, **trust)
 
 
-def test_this_machines_note_is_read_by_nobody_else(tmp_path: Path) -> None:
+def test_this_machines_note_is_read_by_no_one_else(tmp_path: Path) -> None:
     """The note of a run that lives in the state directory moves with it."""
     run = failed(None, tmp_path / "ran")
     assert read_json(view_of(run).store, "otter/launched.json") == {

@@ -72,6 +72,6 @@ def first_violation(shown_by: int) -> str:
     return ""
 
 
-def test_without_a_mutant_replicas_of_unlike_speeds_are_in_every_round() -> None:
+def test_without_a_mutant_replicas_of_different_speeds_are_in_every_round() -> None:
     for seed in (*range(8), 199):
         Simulation(clocked(seed)).run()

@@ -81,7 +81,7 @@ def claimed(store: Any) -> Identity:
     return claim(retrying_store(store), KEYS, 0, 1, "mine", lambda: None)
 
 
-def test_a_claim_whose_reply_is_lost_is_ones_own_nevertheless() -> None:
+def test_a_claim_whose_reply_is_lost_is_its_own_nevertheless() -> None:
     store = FaultyStore(MemoryStore(), seed=0)
     store.fail_at("put_if_absent", key="*/started.json", action="lost")
     assert claimed(store).attempt == 0
@@ -269,7 +269,7 @@ def test_a_replica_without_a_step_decides_nothing_alone_before_the_first_seal() 
 
 
 @pytest.mark.parametrize("changes", [None, {"rank": 0}, {"rank": 1, "wire": "bf16"}, {"rank": 1}])
-def test_what_is_no_contribution_of_a_rank_is_not_waited_for(changes: dict[str, Any] | None) -> None:
+def test_an_object_that_is_not_a_contribution_of_a_rank_is_not_waited_for(changes: dict[str, Any] | None) -> None:
     store = MemoryStore()
     here = replace(context(Identity(0, 2, 0, "me"), [0.0], store), limits=Limits(block_elements=BLOCK_ELEMENTS))
     runner = RoundRunner(here, lambda result: None)
@@ -352,7 +352,7 @@ def test_a_store_that_only_fails_ends_no_replica() -> None:
         members.check_run()
 
 
-def test_who_finds_its_run_deleted_ends_and_writes_nothing_more() -> None:
+def test_a_process_that_finds_its_run_deleted_ends_and_writes_nothing_more() -> None:
     store, now = MemoryStore(), [0.0]
 
     def wait(seconds: float, prefixes: object) -> None:

@@ -247,7 +247,7 @@ def test_a_mean_that_is_made_again_is_taken_if_it_is_the_one_of_before(sharded: 
     assert later.current().blocked == (mean if is_input_rotten else None)
 
 
-def test_who_reads_a_mean_knows_who_was_left_out_of_it() -> None:
+def test_a_process_that_reads_a_mean_knows_who_was_left_out_of_it() -> None:
     store, (_, maker, reader) = with_a_seal(sharded=True)
     rot(store, KEYS.contribution(0, 0))
     for each in (maker, reader):

@@ -171,7 +171,7 @@ def rot(simulation: Simulation, pattern: str, rotten: list[str], *, cut: bool = 
 
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("sharded", [True, False])
-def test_a_contribution_that_rots_is_left_out(sharded: bool, cut: bool) -> None:
+def test_a_contribution_that_is_damaged_is_left_out(sharded: bool, cut: bool) -> None:
     simulation = calm(sharded=sharded, entries=[6, 6, 6])
     name, rotten = "r2/contribution/1", list[str]()
     simulation.store.when_created(name, lambda: rot(simulation, name, rotten, cut=cut))
@@ -201,7 +201,7 @@ def test_a_contribution_without_which_there_is_none_is_read_again_after_the_grac
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_newest_snapshot_that_rots_is_passed_over_for_the_one_before_it(cut: bool) -> None:
+def test_a_newest_snapshot_that_is_damaged_is_passed_over_for_the_one_before_it(cut: bool) -> None:
     simulation = calm(entries=[14, 14, 14], snapshot_every=3)
     rotten: list[str] = []
 
@@ -216,7 +216,7 @@ def test_a_newest_snapshot_that_rots_is_passed_over_for_the_one_before_it(cut: b
     assert sorted(simulation.clean) == [0, 1, 2, 3]
 
 
-def test_a_rotten_mean_without_inputs_is_jumped_over_to_the_next_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_mean_without_inputs_is_jumped_over_to_the_next_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     simulation = calm(entries=[12, 12, 12], snapshot_every=2)
     sleeping: list[int] = []
     apply = RoundRunner._apply

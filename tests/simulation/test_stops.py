@@ -33,7 +33,7 @@ def test_a_share_of_all_random_schedules_is_stopped() -> None:
 
 
 @pytest.mark.parametrize("n_fragments", [1, 2, 3])
-def test_a_replica_that_comes_back_to_a_run_that_was_stopped_finds_it_over(n_fragments: int) -> None:
+def test_a_replica_that_comes_back_to_a_run_that_was_stopped_finds_it_ended(n_fragments: int) -> None:
     absences = [Absence(rank=2, at_s=2.0, for_s=60.0)]
     simulation = calm(
         entries=[12] * 3, n_fragments=n_fragments, is_planned=True, stops={0: 3}, absences=absences, step_s=(1.0, 1.0)

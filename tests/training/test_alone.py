@@ -30,7 +30,7 @@ for _ in range(2):
 """
 
 
-def test_a_script_with_a_diloco_runs_by_itself_and_says_once_that_it_is_alone(tmp_path: Path) -> None:
+def test_a_script_with_a_diloco_runs_by_itself_and_reports_once_that_it_is_alone(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     ran = subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
@@ -43,7 +43,7 @@ def test_a_script_with_a_diloco_runs_by_itself_and_says_once_that_it_is_alone(tm
     assert line.endswith("replicas launch train.py --n 4")
 
 
-def test_who_is_alone_and_has_no_round_is_told(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_process_that_is_alone_and_has_no_round_is_reported(recwarn: pytest.WarningsRecorder) -> None:
     for is_on_purpose in (False, True):
         with DiLoCo(nn.Linear(1, 1), allow_no_rounds=is_on_purpose) as diloco:
             diloco.step()
@@ -52,7 +52,7 @@ def test_who_is_alone_and_has_no_round_is_told(recwarn: pytest.WarningsRecorder)
     assert str(warning.message) == told
 
 
-def test_who_is_alone_keeps_no_more_for_more_rounds() -> None:
+def test_a_process_that_is_alone_keeps_no_more_for_more_rounds() -> None:
     def stored(rounds: int) -> int:
         with DiLoCo(nn.Linear(1000, 1), inner_steps=1, **PLAIN) as diloco:
             for _ in range(rounds):
@@ -104,7 +104,7 @@ def test_a_replica_shows_of_how_many_steps_it_trains(replica: Replica) -> None:
         assert replica.reported == {"total_steps": 80}
 
 
-def test_who_comes_back_shows_at_once_where_the_run_is(replica: Replica) -> None:
+def test_a_process_that_comes_back_shows_at_once_where_the_run_is(replica: Replica) -> None:
     earlier = DiLoCo(nn.Linear(1, 1), inner_steps=1, snapshot_every=1, **PLAIN)
     for _ in range(3):
         earlier.step()

@@ -120,7 +120,7 @@ def test_training_waits_for_nothing_between_sending_and_the_step_at_which_the_me
         assert report.wire_error is None
 
 
-def test_a_mean_is_applied_at_the_first_step_after_it_has_come_where_that_is_asked_for(
+def test_a_mean_is_applied_at_the_first_step_after_it_has_come_if_that_is_requested(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate, model = Gate(), zeros()
@@ -142,7 +142,7 @@ def test_a_mean_is_applied_at_the_first_step_after_it_has_come_where_that_is_ask
         assert value_of(model) == pytest.approx(11.0, rel=1e-5)
 
 
-def test_a_record_that_is_kept_while_the_next_round_goes_on_belongs_to_its_position(
+def test_a_record_that_is_kept_while_the_next_round_continues_belongs_to_its_position(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each round takes until the next one is due, so one step merges the former and sends the latter."""
@@ -172,7 +172,7 @@ def test_a_state_may_be_taken_after_an_error_ended_rounds_in_flight() -> None:
     assert (state["rounds"], state["anchor"]["weight"].tolist()) == (0, [[0.0] * 4])
 
 
-def test_who_asks_for_the_anchor_waits_for_the_round_and_leaves_the_live_parameters_alone(
+def test_a_process_that_asks_for_the_anchor_waits_for_the_round_and_leaves_the_live_parameters_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate, model = Gate(), zeros()
@@ -288,7 +288,7 @@ def test_an_error_in_the_training_ends_the_rounds_where_they_stand_and_leaves_a_
     assert diloco.rounds == 0
 
 
-def test_who_interrupts_a_training_that_waits_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_interrupts_a_training_that_waits_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other replica never arrives."""
     assert threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -306,7 +306,7 @@ def test_who_interrupts_a_training_that_waits_ends_it(monkeypatch: pytest.Monkey
     assert has_said_bye(store)
 
 
-def test_who_interrupts_a_replica_while_it_begins_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_interrupts_a_replica_while_it_begins_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """It joins a run whose first seal names work that does not exist."""
     store, model = MemoryStore(), zeros()
     with begin(store, model) as diloco:
@@ -347,7 +347,7 @@ def test_close_merges_what_is_in_flight_and_ends_the_thread_also_when_it_is_call
     assert value_of(model) == (anchor_of(diloco) if rounds else n_steps)
 
 
-def test_a_replica_that_closes_while_the_others_go_on_leaves_them_nothing_to_wait_for() -> None:
+def test_a_replica_that_closes_while_the_others_continue_leaves_them_nothing_to_wait_for() -> None:
     def body(where: Mapping[str, Any]) -> int:
         model = zeros()
         options: dict[str, Any] = {"inner_steps": 4, "overlap_steps": 2, "allow_no_rounds": True, "same_data": "allow"}

@@ -109,7 +109,7 @@ def test_a_weight_is_that_of_a_step_and_a_callable_says_it_itself() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Only", "ignore:Detected call")
-def test_a_replica_that_comes_back_counts_its_own_steps_on_and_goes_on_where_the_run_is() -> None:
+def test_a_replica_that_comes_back_counts_its_own_steps_on_and_continues_where_the_run_is() -> None:
     options: dict[str, Any] = {"round_seconds": 1e-6, "total_rounds": 10, "snapshot_every": 2, **PLAIN}
 
     def begun(where: dict[str, Any]) -> tuple[nn.Module, DiLoCo, LambdaLR]:
@@ -199,7 +199,7 @@ def test_a_round_is_due_at_the_first_step_so_long_after_the_last_was_had() -> No
     assert one.step(1.0).is_due
 
 
-def test_what_is_sent_before_it_is_due_says_for_how_long_training_goes_on() -> None:
+def test_what_is_sent_before_it_is_due_says_for_how_long_training_continues() -> None:
     one = Clocked(overlap_steps=0.5)
     assert [one.step(3.0).is_time_to_send(0) for _ in range(2)] == [False, True]
     one.phase.note_held()
@@ -210,7 +210,7 @@ def test_what_is_sent_before_it_is_due_says_for_how_long_training_goes_on() -> N
     assert [one.step(3.0).is_due for _ in range(3)] == [False, False, True]
 
 
-def test_who_saw_a_seal_in_the_midst_of_a_phase_counts_from_the_last_look_without_it() -> None:
+def test_a_process_that_saw_a_seal_in_the_midst_of_a_phase_counts_from_the_last_look_without_it() -> None:
     one = Clocked(overlap_steps=0.2)
     one.step(25.0)
     one.phase.advance_after_catch_up(1, 0, one.now - 5.0)
@@ -255,7 +255,7 @@ def train_as_a_replica(folder: str) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:Only")
 @pytest.mark.timeout(300)
-def test_of_real_processes_the_slow_one_holds_nobody_up_and_the_killed_one_comes_back(tmp_path: Any) -> None:
+def test_of_real_processes_the_slow_one_holds_no_one_up_and_the_killed_one_comes_back(tmp_path: Any) -> None:
     run = launch(LOCAL, train_as_a_replica, 3, args={"folder": str(tmp_path)}, restarts="1,backoff=0.05s:0.1s")
     ends = run.results()
     assert [end["attempt"] for end in ends] == [0, 1, 0]

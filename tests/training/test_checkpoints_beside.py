@@ -96,7 +96,7 @@ def test_a_checkpoint_may_be_loaded_while_a_seal_is_adopted(late: Late, monkeypa
     assert torch.equal(late.late.anchor()["weight"], late.ahead.anchor()["weight"])
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_the_rounds_go_on(late: Late) -> None:
+def test_a_checkpoint_of_another_model_is_refused_and_the_rounds_continue(late: Late) -> None:
     state = late.late.state_dict()
     state["anchor"] = {"weight": torch.zeros(2, 2)}
     with pytest.raises(ValueError, match="belongs to a model with other parameters"):

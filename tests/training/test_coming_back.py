@@ -137,7 +137,7 @@ def died_after(steps: int, **options: Any) -> MemoryStore:
     return store
 
 
-def test_what_an_earlier_attempt_kept_is_let_go_once_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_an_earlier_attempt_kept_is_let_go_once_training_continues(caplog: pytest.LogCaptureFixture) -> None:
     again = Trainer(place(died_after(9)))
     assert again.diloco._attached.kept is not None
     arrays = [weakref.ref(values) for values in again.diloco._attached.kept.arrays.values()]
@@ -156,7 +156,7 @@ def rot(store: MemoryStore, key: str) -> None:
     store.put(key, bytes(store.get(key))[:-1] + b"?")
 
 
-def test_a_rotten_record_means_the_one_before_it() -> None:
+def test_a_damaged_record_means_the_one_before_it() -> None:
     for name in ("record", "tensors.safetensors"):
         store = died_after(12)
         rot(store, f"test/diloco/main/own/0/3/0/{name}")
@@ -167,7 +167,7 @@ def test_a_rotten_record_means_the_one_before_it() -> None:
         next_process()
 
 
-def test_a_rotten_agreement_does_not_keep_replicas_away_from_good_snapshots(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_agreement_does_not_keep_replicas_away_from_good_snapshots(caplog: pytest.LogCaptureFixture) -> None:
     store = died_after(12)
     rot(store, "test/diloco/main/snapshot/0")
     again = Trainer(place(store), round_timeout_s=0.5)
@@ -181,7 +181,7 @@ SHARDED = replace(SMALL, small_bytes=0)
 
 
 @pytest.mark.parametrize(("key", "limits"), [("seal/2", SMALL), ("r2/mean/0", SHARDED)])
-def test_the_newest_round_that_has_rotted_is_named_within_the_grace(
+def test_the_newest_round_that_is_damaged_is_named_within_the_grace(
     key: str, limits: Limits, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = died_after(12, snapshot_every=10, _limits=limits)
@@ -194,7 +194,7 @@ def test_the_newest_round_that_has_rotted_is_named_within_the_grace(
     assert caplog.messages == [f"test/diloco/main/{key} in memory:// was damaged in each of 3 readings."]
 
 
-def test_a_rotten_seal_is_waited_for_while_the_others_go_on_from_it() -> None:
+def test_a_damaged_seal_is_waited_for_while_the_others_continue_from_it() -> None:
     store = died_after(12, snapshot_every=10, _limits=SMALL)
     rot(store, "test/diloco/main/seal/2")
     store.put("test/diloco/main/seal/3", b"somebody had read it before it rotted")
@@ -270,7 +270,7 @@ def test_a_newer_attempt_fences_the_older_one() -> None:
 
 
 @pytest.mark.parametrize("outer", [None, adam])
-def test_who_joins_later_starts_from_a_snapshot_and_counts_from_its_second_round_on(outer: Any) -> None:
+def test_a_process_that_joins_later_starts_from_a_snapshot_and_counts_from_its_second_round_on(outer: Any) -> None:
     store = MemoryStore()
     joined, go_on = threading.Event(), threading.Event()
     options: dict[str, Any] = {"inner_steps": 1, "total_steps": 100_000, "snapshot_every": 2, "outer_optimizer": outer}
@@ -312,7 +312,7 @@ def test_who_joins_later_starts_from_a_snapshot_and_counts_from_its_second_round
     assert len(snapshots) > 3
 
 
-def test_a_run_goes_on_after_everybody_died_under_the_contract_it_began_with() -> None:
+def test_a_run_continues_after_everybody_died_under_the_contract_it_began_with() -> None:
     def train(store: MemoryStore, ends: list[int]) -> dict[str, torch.Tensor]:
         for end in ends:
             next_process()

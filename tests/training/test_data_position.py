@@ -52,7 +52,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_a_replica_that_comes_back_goes_on_where_its_data_were(kind: str) -> None:
+def test_a_replica_that_comes_back_continues_where_its_data_were(kind: str) -> None:
     def train(store: MemoryStore, steps: int) -> list[str]:
         next_process()
         model, seen, loader = nn.Linear(1, 1), [], LOADERS[kind]()

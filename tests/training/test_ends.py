@@ -118,7 +118,7 @@ def test_every_fragment_has_its_last_round_at_the_last_step(steps: int, options:
             assert torch.equal(anchor[name], ends[0][1][name]), f"{name} differs from rank 0's"
 
 
-def test_training_without_a_single_round_fails_and_says_why() -> None:
+def test_training_without_a_single_round_fails_and_reports_the_reason() -> None:
     def body(where: Mapping[str, Any]) -> str:
         model = nn.Linear(1, 1)
         try:
@@ -145,7 +145,7 @@ def test_training_without_a_round_is_fine_where_it_is_asked_for_and_where_nothin
     run_replicas(2, body)
 
 
-def test_an_error_in_the_body_is_the_one_that_is_told() -> None:
+def test_an_error_in_the_body_is_the_one_that_is_reported() -> None:
     def body(where: Mapping[str, Any]) -> None:
         with DiLoCo(nn.Linear(1, 1), **where) as diloco:
             diloco.step()
@@ -172,7 +172,7 @@ def test_steps_that_are_in_no_average_are_counted_in_a_warning() -> None:
 
 
 @pytest.mark.parametrize(("made", "lost"), [(20, ""), (25, "5 steps since its last round are lost. ")])
-def test_a_loop_that_ends_before_the_run_is_warned_of_with_what_to_do(made: int, lost: str) -> None:
+def test_a_loop_that_ends_before_the_run_is_warned_of_with_the_remedy(made: int, lost: str) -> None:
     """A loop over epochs does so in a replica that was started again, because steps ahead of the others do not
     count.
     """

@@ -206,7 +206,7 @@ def test_replicas_whose_own_totals_differ_within_a_round_agree_on_the_extension(
     assert again.train().diloco.rounds == 5 + 3
 
 
-def test_the_error_of_a_replica_resumed_with_a_larger_total_says_how_to_extend_the_run() -> None:
+def test_the_error_of_a_replica_resumed_with_a_larger_total_explains_how_to_extend_the_run() -> None:
     store = MemoryStore()
     Attempt(store, total_steps=8).train().diloco.close()
     with pytest.raises(ContributionError, match=r"Give total_steps=8 again\. .*replicas resume RUN --total-steps 16"):

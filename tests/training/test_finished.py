@@ -81,7 +81,7 @@ def test_of_several_dilocos_the_last_one_decides(replica: Replica) -> None:
     assert page.is_finished
 
 
-def test_the_planned_end_is_the_end_also_where_close_comes_later(replica: Replica) -> None:
+def test_the_planned_end_is_the_end_even_if_close_comes_later(replica: Replica) -> None:
     page = page_of(replica)
     model, diloco = diloco_of(total_steps=4)
     train(model, diloco, 3)
@@ -94,7 +94,7 @@ def test_the_planned_end_is_the_end_also_where_close_comes_later(replica: Replic
     diloco.close()
 
 
-def test_an_attempt_that_begins_behind_the_planned_end_owes_nothing(replica: Replica) -> None:
+def test_an_attempt_that_begins_after_the_planned_end_owes_nothing(replica: Replica) -> None:
     model, diloco = diloco_of(total_steps=4)
     train(model, diloco, 4)
     diloco.close()

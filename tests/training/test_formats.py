@@ -124,7 +124,7 @@ def test_states_and_snapshots_of_an_outer_optimizer_of_the_users_are_read_by_the
     assert n_with_state >= 2
 
 
-def test_the_decoder_knows_nothing_of_ours() -> None:
+def test_the_decoder_knows_nothing_of_this_project() -> None:
     tree = ast.parse(Path(decoder.__file__).read_text())
     nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

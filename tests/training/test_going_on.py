@@ -105,7 +105,7 @@ def say_what_it_continues() -> str | None:
     return replica.continues
 
 
-def test_a_signed_run_goes_on_from_what_its_task_names_whatever_run_json_says() -> None:
+def test_a_signed_run_continues_from_what_its_task_names_whatever_run_json_says() -> None:
     old = launch(LocalProcessExecutor(), say_what_it_continues, 1, signed=True, run_id="old")
     assert old.results() == [None]
     view_of(old).store.put(
@@ -114,7 +114,7 @@ def test_a_signed_run_goes_on_from_what_its_task_names_whatever_run_json_says() 
     assert resume(attach("old"), from_snapshot=True).results() == ["old"]
 
 
-def test_a_run_may_go_on_from_one_that_went_on_from_another() -> None:
+def test_a_run_may_continue_from_one_that_continued_from_another() -> None:
     store = MemoryStore("going on twice")
     Training(store, "one").train_until(8).die()
     Training(store, "two", continues="one").train_until(11).die()
@@ -133,7 +133,7 @@ class Keeping(MemoryStore):
         pass
 
 
-def test_a_run_that_goes_on_from_a_snapshot_is_read_by_the_decoder() -> None:
+def test_a_run_that_continues_from_a_snapshot_is_read_by_the_decoder() -> None:
     store = Keeping("going on, to be read")
     Training(store, "old").train_until(11).die()
     new = Training(store, "new", continues="old").train_until(15)

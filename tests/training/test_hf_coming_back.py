@@ -117,7 +117,7 @@ def test_a_replica_of_a_run_that_began_from_a_checkpoint_comes_back(tmp_path: Pa
     assert died.model.seen[: 8 * 2] + back.model.seen == calm.model.seen, "it goes on where its second round was"
 
 
-def test_after_a_notice_the_schedule_goes_on_once_the_run_is_where_it_was(tmp_path: Path) -> None:
+def test_after_a_notice_the_schedule_continues_once_the_run_is_where_it_was(tmp_path: Path) -> None:
     calm = trainer(tmp_path, MemoryStore(), lr_scheduler_type="linear")
     calm.train()
     store = MemoryStore("noticed")

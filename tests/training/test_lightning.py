@@ -274,7 +274,7 @@ class Stops(lightning.Callback):  # type: ignore[misc, name-defined]
 
 
 @pytest.mark.parametrize("least", [None, 20])
-def test_who_is_told_to_stop_asks_the_run_once_and_trains_until_the_run_is_over(
+def test_a_process_that_is_told_to_stop_asks_the_run_once_and_trains_until_the_run_has_ended(
     tmp_path: Path, least: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[int]()
@@ -346,7 +346,7 @@ def test_a_logger_of_the_users_own_is_named_with_its_folder(tmp_path: Path, capl
     assert "rank 1: each replica's Own may write to 'here'." in caplog.text
 
 
-def test_in_a_slurm_job_lightning_takes_over_no_signal_and_is_no_task_of_many(
+def test_in_a_slurm_job_lightning_takes_over_no_signal_and_is_not_a_task_of_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the worker's removal of these, Lightning ignores SIGTERM, and requeues the job at SIGUSR1."""
@@ -395,7 +395,7 @@ def test_an_average_of_the_weights_is_averaged_over_the_replicas_and_is_the_mode
 
 
 @pytest.mark.skipif(not AVERAGING, reason="Lightning has WeightAveraging since 2.6")
-def test_a_replica_that_comes_back_goes_on_with_its_average_and_not_with_a_new_one(tmp_path: Path) -> None:
+def test_a_replica_that_comes_back_continues_with_its_average_and_not_with_a_new_one(tmp_path: Path) -> None:
     def average() -> Any:
         return lightning.callbacks.WeightAveraging()  # over all steps alike, so that their number counts
 

@@ -179,7 +179,9 @@ def test_parameters_that_are_tied_by_their_data_are_stepped_once(wire: str) -> N
     torch.testing.assert_close(model[0].detach(), torch.full((600,), 1.5), rtol=1e-2, atol=1e-2)
 
 
-def test_whoever_interrupts_a_step_finds_each_live_value_before_or_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_that_interrupts_a_step_finds_each_live_value_before_or_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def trained(*, stopped: bool) -> tuple[torch.Tensor, torch.Tensor]:
         model = zeros()
         options: dict[str, Any] = {"wire": "int4", "mean_wire": "fp32", "outer_lr": 0.5, "outer_momentum": 0.0}

@@ -44,7 +44,7 @@ def train(steps: Sequence[Sequence[float]], dtype: torch.dtype = torch.float32, 
 
 
 @pytest.mark.parametrize("limits", [None, SHARDED])
-def test_ranks_that_send_the_same_three_rounds_in_a_row_end_and_the_others_go_on(
+def test_ranks_that_send_the_same_three_rounds_in_a_row_end_and_the_others_continue(
     limits: Limits | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second, third = train([[1.0] * 5, [2.0] * 5, [1.0] * 5], _limits=limits)
@@ -71,7 +71,7 @@ def test_ranks_that_send_the_same_three_rounds_in_a_row_end_and_the_others_go_on
         ("it does not go on", [[1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 2.0, 1.0, 1.0]], {}, 4),
     ],
 )
-def test_the_same_work_is_no_error_where(
+def test_the_same_work_is_not_an_error_where(
     why_not: str,
     steps: list[list[float]],
     options: dict[str, Any],
@@ -98,7 +98,7 @@ def test_bf16_replicas_whose_learning_rate_is_0_are_not_told_of_their_data(
         assert "they train on the same data" in error
 
 
-def test_work_is_compared_whoever_sends_it_and_nothing_is_compared_with_nothing() -> None:
+def test_work_is_compared_the_process_that_sends_it_and_nothing_is_compared_with_nothing() -> None:
     def head(rank: int, blocks: str, *, weight: float = 1.0, in_phase: bool = True) -> Contribution:
         norms = (0.0,) if blocks == "z" else (2.0,) * len(blocks)  # z: zeros
         digests = tuple(32 * block for block in blocks)
@@ -133,7 +133,7 @@ def test_the_table_and_the_logs_of_a_run_say_it() -> None:
 
 
 @pytest.mark.parametrize(("moves", "n_warnings"), [((0.0, 0.0, 1.0), 1), ((1.0, 0.0, 0.0), 0)])
-def test_a_model_that_has_not_moved_by_its_first_round_is_told_once(
+def test_a_model_that_has_not_moved_by_its_first_round_is_reported_once(
     moves: tuple[float, ...], n_warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     train([moves, [2.0, 3.0, 4.0]])

@@ -118,7 +118,7 @@ def test_a_schedule_that_follows_is_stepped_with_each_step(caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("kind", ["lambda", "in turn"])
-def test_a_schedule_that_has_counted_steps_before_the_run_goes_on_from_there(kind: str) -> None:
+def test_a_schedule_that_has_counted_steps_before_the_run_continues_from_there(kind: str) -> None:
     """A new run begins with the script's own checkpoint. Then its replica starts again, with that checkpoint or
     without.
     """
@@ -143,7 +143,7 @@ def test_an_added_ranks_schedule_is_where_the_others_are_when_all_had_counted_be
     one.end()
 
 
-def test_a_schedule_that_has_counted_before_the_trainer_goes_on_from_there() -> None:
+def test_a_schedule_that_has_counted_before_the_trainer_continues_from_there() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     schedule = SCHEDULES["lambda"](optimizer)

@@ -318,7 +318,7 @@ def test_an_honest_optimizer_is_never_taken_for_one_with_a_copy(kind: str, inner
 
 
 @pytest.mark.parametrize("inner_steps", [1, 2])
-def test_a_loss_that_one_step_minimizes_undoes_each_merge_and_is_no_copy(inner_steps: int) -> None:
+def test_a_loss_that_one_step_minimizes_undoes_each_merge_and_is_not_a_copy(inner_steps: int) -> None:
     """Each replica is back at its own minimum after every step. From outside, this looks like an undone round."""
 
     def body(where: Mapping[str, Any]) -> tuple[float, bool]:
@@ -377,7 +377,7 @@ def test_an_honest_optimizer_that_computes_gradients_in_its_step_or_steps_in_the
     assert run_replicas(2, body) == [pytest.approx(1.5), pytest.approx(1.5)]
 
 
-def test_a_wrapper_is_named_also_where_variables_lead_to_more_objects_than_are_looked_at() -> None:
+def test_a_wrapper_is_named_even_if_variables_lead_to_more_objects_than_are_looked_at() -> None:
     class Wrapper:
         def __init__(self, inner: torch.optim.Optimizer) -> None:
             self.inner = inner
@@ -537,7 +537,7 @@ def test_an_average_made_before_the_diloco_is_warned_of_and_takes_the_anchor_whe
     assert "diloco.average_also()" in second
 
 
-def test_tensors_that_an_optimizer_replaces_are_found_anew_in_each_round() -> None:
+def test_tensors_that_an_optimizer_replaces_are_found_again_in_each_round() -> None:
     def body(where: Mapping[str, Any]) -> Tensor:
         model, held = nn.Linear(1, 1), {"slow": torch.full((4,), float(where["rank"]))}
         diloco = DiLoCo(model, inner_steps=2, total_steps=4, **PLAIN, **where)

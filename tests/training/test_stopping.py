@@ -55,7 +55,7 @@ def test_all_replicas_end_after_the_same_round_with_one_model(case: str) -> None
         assert rounds == 3, "step 9 lies in the third round"
 
 
-def test_a_run_that_was_stopped_is_over_for_whoever_comes_back_to_it() -> None:
+def test_a_run_that_was_stopped_has_ended_for_the_process_that_comes_back_to_it() -> None:
     store = MemoryStore()
     for snapshot_every in (1, 100):  # with a snapshot behind the last round, and with none
         where = {**place(store), "run_id": f"run-{snapshot_every}"}
@@ -103,7 +103,7 @@ def test_the_line_on_stderr_names_who_stopped_the_run(capsys: pytest.CaptureFixt
     diloco.close()
 
 
-def test_closing_before_the_last_round_warns_that_the_others_go_on() -> None:
+def test_closing_before_the_last_round_warns_that_the_others_continue() -> None:
     diloco = DiLoCo(nn.Linear(2, 1), inner_steps=2, total_steps=50, **PLAIN, **place())
     diloco.step()
     diloco.step()
@@ -169,7 +169,7 @@ class ContinuesOld(Replica):
         return "old"
 
 
-def test_a_run_that_goes_on_from_a_snapshot_of_a_run_that_was_stopped_has_its_own_end() -> None:
+def test_a_run_that_continues_from_a_snapshot_of_a_run_that_was_stopped_has_its_own_end() -> None:
     store = MemoryStore()
     options: dict[str, Any] = {"inner_steps": 2, "total_steps": 40, "snapshot_every": 1, **PLAIN}
     for run_id, kind in (("old", Replica), ("new", ContinuesOld)):

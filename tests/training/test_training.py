@@ -28,7 +28,7 @@ def seeded(model: nn.Module, seed: int) -> nn.Module:
     return model
 
 
-def test_replicas_with_unlike_seeds_start_from_one_model() -> None:
+def test_replicas_with_different_seeds_start_from_one_model() -> None:
     def body(where: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         model = seeded(nn.Linear(3, 3), where["rank"])
         with DiLoCo(model, **where):
@@ -161,7 +161,7 @@ def test_an_abort_ends_a_wait() -> None:
     leave(diloco)
 
 
-def test_who_leaves_is_not_waited_for() -> None:
+def test_a_process_that_leaves_is_not_waited_for() -> None:
     def body(where: Mapping[str, Any]) -> int:
         with DiLoCo(nn.Linear(2, 2), inner_steps=1, grace_s=1e6, **where) as diloco:
             for _ in range(2 + 3 * where["rank"]):
@@ -223,7 +223,7 @@ def test_a_checkpoint_of_the_same_run_is_taken_up_where_the_run_is_now() -> None
             diloco.load_state_dict({**saved, "rounds": 99})
 
 
-def test_a_closed_diloco_says_so_and_an_error_inside_leaves_a_bye() -> None:
+def test_a_closed_diloco_reports_that_and_an_error_inside_leaves_a_bye() -> None:
     store = MemoryStore()
     diloco = DiLoCo(nn.Linear(2, 2), **place(store))
     diloco.close()

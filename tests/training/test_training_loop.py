@@ -108,7 +108,7 @@ def test_a_replica_that_is_started_after_the_last_round_makes_the_last_pass_agai
         next_process()
 
 
-def test_a_loop_of_ones_own_that_begins_at_0_after_the_last_round_is_warned_of() -> None:
+def test_a_loop_of_the_user_that_begins_at_0_after_the_last_round_is_warned_of() -> None:
     store = MemoryStore()
     options: dict[str, Any] = {"inner_steps": 2, "total_steps": 4, **PLAIN, **place(store)}
     with DiLoCo(model := nn.Linear(2, 1), **options) as first:
@@ -180,7 +180,7 @@ def test_sync_past_the_end_warns_has_no_round_and_undoes_the_steps_before_as_ste
 
 
 @pytest.mark.filterwarnings("ignore:.*after the end of the run:UserWarning")
-def test_replicas_whose_loops_run_past_the_end_by_unlike_numbers_of_steps_end_with_one_model() -> None:
+def test_replicas_whose_loops_run_past_the_end_by_different_numbers_of_steps_end_with_one_model() -> None:
     def body(where: Mapping[str, Any]) -> list[float]:
         model = nn.Linear(2, 1)
         with DiLoCo(model, inner_steps=3, total_steps=7, **PLAIN, **where) as diloco:
@@ -193,7 +193,7 @@ def test_replicas_whose_loops_run_past_the_end_by_unlike_numbers_of_steps_end_wi
     assert first == second
 
 
-def test_a_run_whose_last_planned_round_was_had_early_by_sync_is_over_at_once() -> None:
+def test_a_run_whose_last_planned_round_was_had_early_by_sync_has_ended_at_once() -> None:
     model = nn.Linear(1, 1)
     diloco = DiLoCo(model, inner_steps=2, total_steps=4, **PLAIN, **place())
     for _ in range(3):
@@ -242,7 +242,7 @@ def test_an_error_in_the_loop_leaves_the_live_model_as_it_was() -> None:
     assert values_of(model) == values
 
 
-def test_a_loop_of_ones_own_is_told_where_to_begin_when_it_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_of_the_user_is_told_where_to_begin_when_it_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
     store = MemoryStore()
     first = DiLoCo(nn.Linear(1, 1), inner_steps=2, total_steps=6, snapshot_every=1, **PLAIN, **place(store))
     for _ in range(2):

@@ -122,7 +122,7 @@ def test_live_work_and_states_that_are_larger_than_a_part_are_kept_in_parts(
     assert all(torch.equal(state.values[name], values) for name, values in large.values.items())
 
 
-def test_a_part_that_is_missing_or_rotten_means_the_record_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_is_missing_or_damaged_means_the_record_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attached_state, "OWN_PART_BYTES", 500)
     for rotten in (None, b"?"):
         store = MemoryStore()
@@ -147,7 +147,7 @@ def test_what_is_attached_and_cannot_be_kept_is_a_warning(caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize(("more", "kind"), [(Projector(), "Projector"), (Quantized(), "Quantized of torch.float32")])
-def test_a_state_that_becomes_more_than_tensors_is_a_warning_and_training_goes_on(
+def test_a_state_that_becomes_more_than_tensors_is_a_warning_and_training_continues(
     more: object, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, unfolding = MemoryStore(), Unfolding(1.0)
@@ -181,7 +181,7 @@ def test_a_snapshot_that_cannot_be_kept_is_a_warning(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"nonce": ', np.zeros(9, np.uint8).tobytes()])
-def test_a_claim_that_cannot_be_read_is_somebody_elses(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_claim_that_cannot_be_read_is_another_users(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
     def pause() -> None:
         assert caplog.text.count("\n") < 9
 

@@ -175,7 +175,7 @@ def test_a_record_with_a_field_that_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_a_head_that_is_no_object_or_cut_off_is_refused(name: str) -> None:
+def test_a_head_that_is_not_an_object_or_cut_off_is_refused(name: str) -> None:
     parse, fields = BY_NAME[name]
     texts = [DEEP, '{"a":' * 50_000 + "1" + "}" * 50_000, "[]", "3", "null", '"text"', "", "{", "NaN", "1" * 5_000]
     for text in texts:
@@ -238,7 +238,7 @@ def put_snapshot(store: MemoryStore, data: bytes, *, state: list[str], contract:
     return SnapshotPointer.parse(store.get(KEYS.snapshot(0)), "", UNSIGNED)
 
 
-def test_a_part_that_is_no_safetensors_file_counts_as_unreadable() -> None:
+def test_a_part_that_is_not_a_safetensors_file_counts_as_unreadable() -> None:
     decode_part(memoryview(part(tensor())))
     store = MemoryStore()
     patient = RetryingStore(store, clock=lambda: 0.0, patience=ENDLESS)
@@ -366,7 +366,7 @@ def test_an_input_whose_head_is_of_another_payload_is_left_out(n_blocks: int, we
     ],
     ids=["shards", "nobody", "weight", "short mean", "mean of NaN", "cut off", "deep", "empty"],
 )
-def test_a_run_ends_at_a_seal_that_somebody_has_forged_and_names_it(seal: bytes) -> None:
+def test_a_run_ends_at_a_seal_that_another_process_has_forged_and_names_it(seal: bytes) -> None:
     store = MemoryStore()
     store.put(KEYS.seal(2), seal)
     limits = Limits(grace_s=0.05, takeover_after_s=0.01)
@@ -384,7 +384,7 @@ def test_a_run_ends_at_a_seal_that_somebody_has_forged_and_names_it(seal: bytes)
         assert (rounds, before) == (2, after)
 
 
-def test_a_claim_of_deep_json_is_nobody_s() -> None:
+def test_a_claim_of_deep_json_belongs_to_no_process() -> None:
     store, pauses = MemoryStore(), list[None]()
     store.put(KEYS.claim(0, 0), DEEP.encode())
 

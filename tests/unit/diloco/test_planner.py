@@ -137,7 +137,7 @@ def test_the_choice_is_the_shortest_round_with_room_and_of_these_the_least_stale
     assert not any(each.has_room for each in shorter)
 
 
-def test_int4_is_chosen_only_where_it_halves_inner_steps() -> None:
+def test_int4_is_chosen_only_if_it_halves_inner_steps() -> None:
     chosen = {}
     for speed in (1e6, 2e6, 4e6, 8e6, 16e6, 32e6, 64e6, 128e6):
         job = Workload(params=10**9, n=4, step_s=1.0, link=Link(up=speed, down=speed, latency_s=0.05))

@@ -148,7 +148,7 @@ def test_a_forged_agreement_keeps_no_more_replicas_out_than_a_damaged_one(contra
 @pytest.mark.parametrize(
     ("key", "said"), [("ab" * 32, "key must be bytes, .* got a str"), (b"x" * 15, "at least 16 bytes, got 15")]
 )
-def test_what_is_no_key_is_refused_and_not_shown(key: Any, said: str) -> None:
+def test_an_object_that_is_not_a_key_is_refused_and_not_shown(key: Any, said: str) -> None:
     with pytest.raises((TypeError, ValueError), match=said) as caught:
         DiLoCo(model(), key=key, **place(MemoryStore()))
     assert str(key) not in str(caught.value)
@@ -167,7 +167,7 @@ def test_the_key_that_the_launch_handed_over_is_taken_whatever_the_store_says(mo
     assert "secret" not in str(caught.value)
 
 
-def test_a_replica_of_a_signed_launch_that_lost_its_key_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_of_a_signed_launch_that_lost_its_key_reports_that(monkeypatch: pytest.MonkeyPatch) -> None:
     replica = Replica(0, 1, "test", 0, "memory://here", claimed_nonce="n")
     replica.__dict__["record"] = type(
         "Record", (), {"key_id": key_id(KEY), "continues": None, "settings": Settings(n=1)}
@@ -206,7 +206,7 @@ def test_what_was_proven_cannot_be_changed_in_its_file(tmp_path: Any) -> None:
 # -- training under forgeries ------------------------------------------------------------------------------------------
 
 
-def test_a_rank_takes_up_nothing_that_somebody_else_kept_for_it() -> None:
+def test_a_rank_takes_up_nothing_that_another_user_kept_for_it() -> None:
     """Its own records are signed, too: under another position, or with tensors of others, they are nothing."""
     store = MemoryStore()
     signed: dict[str, Any] = {"key": KEY, "inner_steps": 1, "snapshot_every": 1}

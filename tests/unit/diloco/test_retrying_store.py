@@ -34,7 +34,7 @@ class Scene:
         self.store.remove("contribution")
 
 
-def test_an_object_that_was_misread_in_a_moment_has_not_rotted_however_long_nobody_looks_again() -> None:
+def test_an_object_that_was_misread_in_a_moment_is_not_damaged_however_long_no_one_looks_again() -> None:
     scene = Scene()
     scene.misread(b"x", n=READ_TRIES)
     scene.now += 3600.0  # a laptop's lid
@@ -43,7 +43,7 @@ def test_an_object_that_was_misread_in_a_moment_has_not_rotted_however_long_nobo
     assert scene.store.is_damaged("seal/0", for_s=10.0)
 
 
-def test_an_object_has_rotted_that_is_the_same_wrong_bytes_for_so_long() -> None:
+def test_an_object_is_damaged_that_is_the_same_wrong_bytes_for_so_long() -> None:
     scene = Scene()
     scene.misread(b"x", n=4, every_s=3.0)
     assert not scene.store.is_damaged("seal/0", for_s=10.0)
@@ -55,13 +55,13 @@ def test_an_object_has_rotted_that_is_the_same_wrong_bytes_for_so_long() -> None
     assert scene.store.count_misreads("seal/1") == 0
 
 
-def test_deletes_that_fail_now_and_then_between_long_rounds_end_nobody() -> None:
+def test_deletes_that_fail_now_and_then_between_long_rounds_end_no_one() -> None:
     scene = Scene()
     for is_refused in (True, True, False, True, True):
         scene.delete(is_refused=is_refused)
 
 
-def test_a_store_that_refuses_every_delete_is_told_of() -> None:
+def test_a_store_that_refuses_every_delete_is_reported() -> None:
     scene = Scene()
     for _ in range(FAILURES - 1):
         scene.delete(is_refused=True)

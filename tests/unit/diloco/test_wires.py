@@ -182,7 +182,9 @@ def test_one_value_that_is_not_finite_is_refused(wire: Wire, bad: float) -> None
 
 
 @pytest.mark.parametrize("wire", LOSSY, ids=lambda wire: wire.name)
-def test_what_would_be_decoded_as_infinite_is_refused_by_who_sends_and_by_who_reads(wire: Wire) -> None:
+def test_what_would_be_decoded_as_infinite_is_refused_by_the_process_that_sends_and_by_the_process_that_reads(
+    wire: Wire,
+) -> None:
     most = float(np.finfo(np.float32).max)
     with pytest.raises(NotFiniteError):
         encoded(wire, np.array([most], np.float32))

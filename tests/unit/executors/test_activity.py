@@ -134,7 +134,7 @@ def test_a_stopped_process_is_idle() -> None:
         assert not usage_of(pid).is_active
 
 
-def test_threads_of_ours_do_not_count() -> None:
+def test_threads_of_this_project_do_not_count() -> None:
     code = f"def f():\n  print(threading.get_native_id(), flush=True)\n  {SPIN}\nthreading.Thread(target=f).start()"
     running = subprocess.Popen(
         [sys.executable, "-c", f"import threading\n{code}\nthreading.Event().wait()"], stdout=subprocess.PIPE, text=True
@@ -186,7 +186,7 @@ def test_a_tree_that_is_always_runnable_is_active_although_its_counters_do_not_c
 
 
 @pytest.mark.parametrize(("turn_s", "is_active"), [(0.00002, False), (0.003, True)])
-def test_a_thread_that_polls_is_idle_though_a_loaded_machine_leaves_it_runnable(
+def test_a_thread_that_polls_is_idle_although_a_loaded_machine_leaves_it_runnable(
     turn_s: float, *, is_active: bool
 ) -> None:
     samples = []

@@ -68,7 +68,7 @@ def shared(tmp_path: Path) -> Path:
     ],
     ids=["all is there", "a later version is there"],
 )
-def test_a_layer_installs_what_an_image_lacks_and_keeps_later_versions_of_ours(
+def test_a_layer_installs_what_an_image_lacks_and_keeps_later_versions_of_this_project(
     cloud: Cloud, tmp_path: Path, requirements: list[str], said: str
 ) -> None:
     command = layer_command(requirements, requirements)
@@ -237,7 +237,7 @@ def test_a_variable_that_is_not_set_is_named(cloud: Cloud, workspace: Path, shar
         assert f"cannot start: {missing} is not set." in err
 
 
-def test_a_run_that_is_gone_or_has_no_code_is_told(cloud: Cloud, shared: Path) -> None:
+def test_a_run_that_is_gone_or_has_no_code_is_reported(cloud: Cloud, shared: Path) -> None:
     spec = create_run(open_store(shared), "otter", "helper:f", {}, 1, backend="cloud")
     assert "the run was launched without code for other machines" in refusal(cloud, spec)
     gone = dataclasses.replace(spec, store_url=(shared / "nowhere").as_uri())
@@ -245,7 +245,9 @@ def test_a_run_that_is_gone_or_has_no_code_is_told(cloud: Cloud, shared: Path) -
     assert (code, "No such file or directory" in err) == (CANNOT_START, True)
 
 
-def test_a_bucket_that_refuses_is_told_at_once_and_without_secrets(cloud: Cloud, workspace: Path, s3: S3Server) -> None:
+def test_a_bucket_that_refuses_is_reported_at_once_and_without_secrets(
+    cloud: Cloud, workspace: Path, s3: S3Server
+) -> None:
     spec = ship(s3.url("runs"), workspace, "train_of_user:light", {"x": 1})
     s3.misbehave(forbidden=["GET"])
     code, out, err = ended(cloud.start(spec))
@@ -260,7 +262,7 @@ def test_a_bucket_that_refuses_is_told_at_once_and_without_secrets(cloud: Cloud,
     [("mkdir gone; cd gone; rmdir ../gone", "No such file or directory"), ("ulimit -f 1", "File too large")],
     ids=["no_folder", "no_room"],
 )
-def test_a_container_without_a_folder_that_can_be_written_says_so_in_one_line(
+def test_a_container_without_a_folder_that_can_be_written_reports_that_in_one_line(
     cloud: Cloud, workspace: Path, shared: Path, before: str, says: str
 ) -> None:
     spec = ship(shared, workspace, "train_of_user:light", {"x": 1})
@@ -270,7 +272,7 @@ def test_a_container_without_a_folder_that_can_be_written_says_so_in_one_line(
     assert "Set TMPDIR to a folder with room that can be written." in told
 
 
-def test_an_endpoint_that_is_no_url_is_told_in_one_line(cloud: Cloud, workspace: Path, s3: S3Server) -> None:
+def test_an_endpoint_that_is_not_a_url_is_reported_in_one_line(cloud: Cloud, workspace: Path, s3: S3Server) -> None:
     spec = dataclasses.replace(ship(s3.url("runs"), workspace, "train_of_user:light", {"x": 1}), store_url="s3://b/x")
     code, out, err = ended(cloud.start(spec, environ={"AWS_ENDPOINT_URL": "nowhere"}))
     assert (code, out, err.count("\n")) == (CANNOT_START, "", 1)
@@ -307,7 +309,7 @@ def test_what_the_workspace_requires_is_installed_before_the_entrypoint_is_loade
     assert outcome_of(spec).result == "1.5"
 
 
-def test_a_pin_that_is_installed_costs_no_pip_and_one_that_cannot_be_is_told(
+def test_a_pin_that_is_installed_costs_no_pip_and_one_that_cannot_be_is_reported(
     cloud: Cloud, workspace: Path, shared: Path
 ) -> None:
     package = make_package("train_of_user:light", root=workspace, pip=["nowhere-to-be-found==1.0"])
@@ -335,7 +337,7 @@ exec "$2" -c "import sys, sysconfig, zipfile; {unpack}" "$@"
     return {"PATH": f"{folder}:{os.environ['PATH']}", "PIP_CONFIG_FILE": os.devnull}
 
 
-def test_uv_installs_where_it_can_be_had_and_pip_where_it_cannot(cloud: Cloud, tmp_path: Path, shared: Path) -> None:
+def test_uv_installs_where_it_is_available_and_pip_where_it_cannot(cloud: Cloud, tmp_path: Path, shared: Path) -> None:
     text = "import wheel_of_user\ndef main(): return wheel_of_user.VERSION"
     workspace = write_files(tmp_path / "with requirements", main_of_user=text)
     made = wheel(workspace, "wheel_of_user", "1.5", "VERSION = '1.5'")
@@ -353,7 +355,7 @@ def test_uv_installs_where_it_can_be_had_and_pip_where_it_cannot(cloud: Cloud, t
     assert "--quiet" not in arguments, "else uv does not say what it downloads"
 
 
-def test_what_the_image_has_of_ours_in_a_later_version_is_kept_and_reported(
+def test_what_the_image_has_of_this_project_in_a_later_version_is_kept_and_reported(
     cloud: Cloud, workspace: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("executors.shipping.requirements.installed_version", {"torch": "2.9", "numpy": "1.26.4"}.get)
@@ -372,7 +374,7 @@ def test_the_users_own_pin_is_not_a_lower_bound(cloud: Cloud, workspace: Path, s
     assert (code, err.splitlines()[0]) == (CANNOT_START, "replicas: installing numpy==1.26.4")
 
 
-def test_while_it_installs_it_says_so_in_the_store_and_ends_when_it_is_told_to(
+def test_while_it_installs_it_reports_that_in_the_store_and_ends_when_it_is_told_to(
     cloud: Cloud, tmp_path: Path, workspace: Path, shared: Path
 ) -> None:
     slow = tmp_path / "bin"

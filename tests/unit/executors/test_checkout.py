@@ -32,7 +32,9 @@ def test_of_a_folder_that_the_repository_ignores_its_commit_is_not_told(tmp_path
             assert look.result() == Checkout()
 
 
-def test_outside_a_repository_and_without_git_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_a_repository_and_without_git_nothing_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for path in (os.environ["PATH"], str(tmp_path)):
         monkeypatch.setenv("PATH", path)
         with closing(GitQuery(tmp_path)) as look:

@@ -81,7 +81,7 @@ def show(script: Callable[[], RunStatus], clock: Clock, timeout_s: float | None 
     return follow(run, view, sleep=clock.sleep, clock=clock, timeout_s=timeout_s, waits=waits)
 
 
-def test_a_failure_before_the_first_round_is_one_while_others_go_on() -> None:
+def test_a_failure_before_the_first_round_is_one_while_others_continue() -> None:
     assert state(replica(0), replica(1, FAILED, "no"), replica(2, FAILED, "no")).failed_early == [1, 2]
     assert state(replica(0, round=1), replica(1, FAILED, "no")).failed_early == []
     assert state(replica(0, SUCCEEDED), replica(1, FAILED, "no")).failed_early == [], "it is over"
@@ -89,7 +89,7 @@ def test_a_failure_before_the_first_round_is_one_while_others_go_on() -> None:
     assert state(replica(0), fenced).failed_early == [], "a newer attempt of the rank goes on"
 
 
-def test_a_failure_before_the_first_round_is_said_aloud(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_before_the_first_round_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
 
     def script() -> RunStatus:
@@ -101,7 +101,7 @@ def test_a_failure_before_the_first_round_is_said_aloud(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("jump_s", [3 * 365 * 86_400.0, -3 * 365 * 86_400.0])
-def test_the_time_since_the_launch_goes_on_where_somebody_sets_the_wall_clock(
+def test_the_time_since_the_launch_continues_where_another_process_sets_the_wall_clock(
     capsys: pytest.CaptureFixture[str], jump_s: float
 ) -> None:
     clock, launched_at = Clock(), time.time()
@@ -127,7 +127,7 @@ class FullDisk(io.StringIO):
         return super().write(text)
 
 
-def test_what_cannot_be_printed_while_a_run_is_watched_is_left_out_and_that_is_told_once(
+def test_what_cannot_be_printed_while_a_run_is_watched_is_left_out_and_that_is_reported_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, output = FullDisk(), Output()
@@ -265,7 +265,7 @@ def test_a_run_that_reports_nothing_new_is_not_repeated(capsys: pytest.CaptureFi
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
-def test_watching_ends_when_its_time_is_over() -> None:
+def test_watching_ends_when_its_time_has_ended() -> None:
     clock = Clock()
     assert not show(lambda: state(replica(0)), clock, timeout_s=3.2)
     assert clock.now == 3.2
@@ -289,7 +289,9 @@ def test_a_failure_that_passes_is_reported_once(
     assert said.count(f"The wait for the {name} has ended after ") == 1
 
 
-def test_a_process_that_follows_a_run_says_once_a_minute_what_it_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_follows_a_run_reports_once_a_minute_what_it_waits_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     clock = Clock()
 
     def script() -> RunStatus:

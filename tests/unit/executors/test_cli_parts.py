@@ -49,7 +49,7 @@ def test_the_exit_code_is_the_first_that_applies() -> None:
         assert exit_code(outcomes, interrupted=interrupted) == code, reasons
 
 
-def test_who_was_ended_because_a_peer_failed_is_not_cancelled_by_the_user() -> None:
+def test_a_process_that_was_ended_because_a_peer_failed_is_not_cancelled_by_the_user() -> None:
     error = "Replica 0 was ended: rank 1 failed before the first round: ValueError: no."
     ended = replace(outcome(0, "cancelled"), error=error)
     assert exit_code([ended, outcome(1, "exception")]) == 1

@@ -143,7 +143,7 @@ def test_a_supervisor_whose_directory_cannot_be_looked_at_keeps_its_rank(
         ("0::/", {}, 0, None),
     ],
 )
-def test_kills_for_want_of_memory_are_counted_in_the_own_control_group(
+def test_kills_for_lack_of_memory_are_counted_in_the_own_control_group(
     own: str, files: dict[str, str], count: int, count_of_own: int | None, tmp_path: Path
 ) -> None:
     (tmp_path / "own").write_text(own + "\n")
@@ -183,7 +183,7 @@ def test_torch_is_imported_ahead_where_a_file_of_the_workspace_or_a_callables_im
     [(None, True, False), (1, False, True), (1, True, True), (2, False, False), (3, False, False)],
     ids=["none yet, its own taken", "an earlier", "an earlier, ended by others", "that one", "a later"],
 )
-def test_a_process_is_ended_for_the_attempt_that_follows_only_where_it_is_an_earlier_one(
+def test_a_process_is_ended_for_the_attempt_that_follows_only_if_it_is_an_earlier_one(
     claimed: int | None, other_ended: bool, ends: bool, tmp_path: Path
 ) -> None:
     """One that found its attempt taken has claimed the very one to begin: to end it would leave the rank for good."""
@@ -228,7 +228,9 @@ def test_a_container_whose_rank_cannot_be_killed_starts_nothing_in_its_place(
     assert supervisor.exit_code == 137
 
 
-def test_a_supervisor_hears_a_notice_while_it_reads_a_long_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_receives_a_notice_while_it_reads_a_long_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The time of a notice is shorter than a log of three weeks takes from far away."""
     supervisor, attempt, page = supervised(tmp_path)
     log = DecisionLog(attempt.store, "run")

@@ -98,7 +98,7 @@ def test_what_made_progress_is_started_again_in_the_same_pass(scene: Scene) -> N
     assert [(entry.kind, entry.how) for entry in scene.told] == [("restart", "fork")]
 
 
-def test_what_made_none_is_started_when_its_wait_is_over(scene: Scene) -> None:
+def test_what_made_none_is_started_when_its_wait_has_ended(scene: Scene) -> None:
     controller = scene.controller(starter := FakeStarter())
     wait_s = controller.advance(snapshot(end()))
     assert wait_s is not None
@@ -150,7 +150,7 @@ def test_a_policy_that_waits_less_shortens_no_wait_that_was_decided(scene: Scene
     assert scene.controller(FakeStarter()).advance(snapshot(end())) == 5.0
 
 
-def test_a_clock_that_is_ahead_makes_nobody_wait_longer(scene: Scene) -> None:
+def test_a_clock_that_is_ahead_makes_no_one_wait_longer(scene: Scene) -> None:
     scene.add(Decision(kind="policy", restarts=str(POLICY)), ahead_s=86400.0)
     wait_s = scene.controller(FakeStarter()).advance(snapshot(end()))
     assert wait_s is not None
@@ -187,7 +187,7 @@ def test_a_fork_leaves_to_wider_hands_what_it_cannot_do(scene: Scene, found: Out
 
 
 @pytest.mark.parametrize("has_wider", [True, False])
-def test_after_two_strikes_a_fork_leaves_its_machine_if_somebody_can_start_another(
+def test_after_two_strikes_a_fork_leaves_its_machine_if_another_process_can_start_another(
     scene: Scene, has_wider: bool
 ) -> None:
     controller = scene.controller(FakeStarter(), policy=Restarts.parse("9,backoff=0s"), has_wider=has_wider)
@@ -207,13 +207,13 @@ def test_a_rank_of_another_supervisor_is_left_to_it(scene: Scene) -> None:
     assert its.started == [{2: 1, 3: 1}]
 
 
-def test_a_fork_leaves_what_a_person_resumes_to_the_persons_process(scene: Scene) -> None:
+def test_a_fork_leaves_what_a_user_resumes_to_the_users_process(scene: Scene) -> None:
     scene.add(Decision(kind="resume", start={0: 1}))
     scene.controller(starter := FakeStarter()).advance(snapshot(end()))
     assert starter.started == []
 
 
-def test_an_end_is_answered_anew_behind_a_resume_that_came_late(scene: Scene) -> None:
+def test_an_end_is_answered_again_after_a_resume_that_came_late(scene: Scene) -> None:
     """A person looked, slept, and resumed as attempt 1 what had ended as attempt 1 meanwhile, and was decided."""
     controller = scene.controller(starter := FakeStarter())
     controller.advance(snapshot(end(attempt=1, saved_marks=1)))
@@ -243,13 +243,13 @@ def test_a_hole_stays_while_the_process_before_it_has_claimed_nothing(scene: Sce
     assert starter.started == [{0: 2}]
 
 
-def test_a_rank_that_nobody_launched_is_not_started(scene: Scene) -> None:
+def test_a_rank_that_no_one_launched_is_not_started(scene: Scene) -> None:
     scene.add(Decision(kind="restart", rank=99, ended=0, start={99: 1}, how="fork"))
     scene.controller(starter := FakeStarter(ranks=range(100))).advance(snapshot())
     assert starter.started == []
 
 
-def test_what_nobody_could_read_is_not_added(scene: Scene) -> None:
+def test_what_no_one_could_read_is_not_added(scene: Scene) -> None:
     """It would be the end of the log."""
     controller = scene.controller(FakeStarter())
     with pytest.raises(CorruptObjectError, match="'start' is an object"):
@@ -316,7 +316,7 @@ def observer(store: Store, ended: Outcome | None = None, **other: Any) -> Any:
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])
-def test_a_stop_has_its_time_whatever_the_clock_of_a_controller_says(
+def test_a_stop_has_its_time_independent_of_the_clock_of_a_controller(
     ahead_s: float, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = list[str]()
@@ -364,7 +364,7 @@ def test_a_controller_outside_knows_which_ranks_are_at_which_backend(
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 61.0, 3600.0])
-def test_an_end_is_left_to_its_supervisor_for_15_s_whatever_the_clock_of_the_controller_says(
+def test_an_end_is_left_to_its_supervisor_for_15_s_independent_of_the_clock_of_the_controller(
     ahead_s: float, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = replace(end(saved_marks=1), finished_at=time.time() - ahead_s)
@@ -389,7 +389,9 @@ def test_a_second_stop_takes_no_time_from_the_first_whatever_the_clocks_say(ahea
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])
-def test_who_asks_for_a_stop_waits_as_long_as_it_gives_whatever_clock_wrote_to_the_log_before(ahead_s: float) -> None:
+def test_a_process_that_asks_for_a_stop_waits_as_long_as_it_gives_whatever_clock_wrote_to_the_log_before(
+    ahead_s: float,
+) -> None:
     store, waited = MemoryStore(), list[float]()
     order_cancel(DecisionLog(store, "run", lambda: time.time() + ahead_s), [0], "by another machine")
     observer: Any = SimpleNamespace(store=store, run_id="run")

@@ -127,7 +127,7 @@ class LateReader(MemoryStore):
         return super().get(key, start=start, size=size)
 
 
-def test_an_entry_that_is_read_late_is_known_as_ones_own() -> None:
+def test_an_entry_that_is_read_late_is_recognized_as_its_own() -> None:
     log = DecisionLog(LateReader(), "run")
     entry = log.append(lambda entries: Decision(kind="stop") if not entries else None)
     assert entry is not None
@@ -152,7 +152,7 @@ def test_entries_are_never_older_than_those_before_them() -> None:
     assert [(entry.at, entry.start) for entry in DecisionLog(store, "run").read()] == [(9.0, {}), (9.0, {3: 1})]
 
 
-def test_in_a_signed_run_what_nobody_proved_ends_what_it_says_and_starts_nothing() -> None:
+def test_in_a_signed_run_an_unproved_order_ends_ranks_but_starts_none() -> None:
     store, key = MemoryStore(), "ab" * 32
     full: dict[str, Any] = {"rank": 1, "start": {0: 3}, "charged": True, "restarts": "9", "hang": "1h", "words": "why"}
 
@@ -178,7 +178,7 @@ def test_in_a_signed_run_what_nobody_proved_ends_what_it_says_and_starts_nothing
 
 
 @pytest.mark.parametrize("name", BAD_DECISIONS)
-def test_an_entry_that_is_none_is_refused_by_its_key(name: str) -> None:
+def test_an_entry_that_is_invalid_is_refused_by_its_key(name: str) -> None:
     store = MemoryStore()
     store.put("run/decisions/000000.json", b'{"kind": "stop", "rank": null, "color": "red"}')
     store.put("run/decisions/000001.json", BAD_DECISIONS[name])
@@ -269,7 +269,7 @@ def test_a_log_whose_reading_fails_half_way_is_read_on_from_there(monkeypatch: p
     assert min(store.asked) == "run/decisions/000070.json"
 
 
-def test_a_log_takes_over_what_another_has_read_only_where_both_have_the_same_key() -> None:
+def test_a_log_takes_over_what_another_has_read_only_if_both_have_the_same_key() -> None:
     store = MemoryStore()
     DecisionLog(store, "run").append(lambda _: Decision(kind="resume", start={0: 1}))
     believing, signed = DecisionLog(store, "run"), DecisionLog(store, "run", key="ab" * 32)

@@ -171,7 +171,7 @@ def test_checking_runs_nothing_of_the_users(capsys: pytest.CaptureFixture[str]) 
     ],
 )
 @pytest.mark.usefixtures("workspace")
-def test_a_mistake_is_named_with_what_to_do(
+def test_a_mistake_is_named_with_the_remedy(
     text: str, args: dict[str, int], error: type[EntrypointError], message: str
 ) -> None:
     with pytest.raises(error) as caught:
@@ -206,7 +206,7 @@ def test_a_file_whose_name_is_taken_by_another_module_is_refused(workspace: Path
     ],
 )
 @pytest.mark.usefixtures("workspace")
-def test_what_is_no_function_is_refused_as_what_it_is(text: str, message: str) -> None:
+def test_an_object_that_is_not_a_function_is_refused_as_what_it_is(text: str, message: str) -> None:
     with pytest.raises(EntrypointImportError) as caught:
         load_entrypoint(text)
     assert message in str(caught.value)

@@ -136,7 +136,7 @@ def test_the_warning_of_a_run_comes_once_it_has_ended(run: MadeUp) -> None:
         ([70, float("inf")], []),
     ],
 )
-def test_replicas_that_succeed_after_unlike_rounds_have_unlike_models(
+def test_replicas_that_succeed_after_different_rounds_have_different_models(
     run: MadeUp, rounds: list[float | None], words: list[str]
 ) -> None:
     over = []
@@ -153,7 +153,7 @@ def test_replicas_that_succeed_after_unlike_rounds_have_unlike_models(
     assert RunStatus("run", "local", one_failed).warnings == []
 
 
-def test_each_record_is_told_once_in_the_order_of_time(run: MadeUp) -> None:
+def test_each_record_is_reported_once_in_the_order_of_time(run: MadeUp) -> None:
     first = run.look()
     assert [(event.kind, event.rank, event.attempt, event.at, event.duration_s) for event in first] == [
         ("launched", None, None, 1000.0, None),
@@ -352,7 +352,7 @@ CLOCKS = {"right": 0.0, "behind": -300.0, "ahead": 300.0, "asleep_for_8_h": -28_
 
 
 @pytest.mark.parametrize("ahead_s", CLOCKS.values(), ids=CLOCKS)
-def test_a_rank_that_went_on_after_its_stacks_is_not_said_to_hang_whatever_its_clock_says(
+def test_a_rank_that_continued_after_its_stacks_is_not_reported_to_hang_independent_of_its_clock(
     run: MadeUp, monkeypatch: pytest.MonkeyPatch, ahead_s: float
 ) -> None:
     rank = Suspected(run, monkeypatch, ahead_s)
@@ -365,7 +365,7 @@ def test_a_rank_that_went_on_after_its_stacks_is_not_said_to_hang_whatever_its_c
 
 
 @pytest.mark.parametrize("ahead_s", CLOCKS.values(), ids=CLOCKS)
-def test_what_was_reported_before_the_stacks_is_no_progress_whatever_its_clock_says(
+def test_what_was_reported_before_the_stacks_is_no_progress_independent_of_its_clock(
     run: MadeUp, monkeypatch: pytest.MonkeyPatch, ahead_s: float
 ) -> None:
     rank = Suspected(run, monkeypatch, ahead_s)

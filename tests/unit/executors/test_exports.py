@@ -116,7 +116,9 @@ def test_a_folder_of_events_of_an_earlier_run_of_that_id_is_refused(exported: Pa
         write(exported, metrics, launched_at=BEGAN_AT + 60)
 
 
-def test_without_tensorboard_the_error_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboard_the_error_explains_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("tensorboard", "tensorboard.summary", "tensorboard.summary.writer"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'tensorboard>="):

@@ -59,12 +59,12 @@ def test_the_place_is_the_last_of_the_users_own_lines(
     assert "json/decoder.py" in str(failure["error"]), "the whole way is in the traceback"
 
 
-def test_an_exception_of_nobody_has_no_place() -> None:
+def test_an_exception_of_no_one_has_no_place() -> None:
     failure = describe_failure(KeyboardInterrupt())
     assert (failure["error"], failure["error_line"], failure["error_place"]) == ("KeyboardInterrupt",) * 2 + (None,)
 
 
-def test_a_hang_is_told_by_its_sentence_alone() -> None:
+def test_a_hang_is_reported_by_its_sentence_alone() -> None:
     failure = describe_failure(HangError("Replica 3 of 8 made no progress for 61 s (limit 60 s)"))
     assert failure["error_line"] == "Replica 3 of 8 made no progress for 61 s (limit 60 s)"
 
@@ -115,7 +115,7 @@ def test_errors_in_a_task_group_are_alike_only_if_their_sub_exceptions_are() -> 
     assert fingerprint_of(raised_in_tasks(ValueError("rank 1"), ValueError("rank 2"))) == alone, "so is how many fail"
 
 
-def test_unlike_causes_are_unlike_failures() -> None:
+def test_different_causes_are_different_failures() -> None:
     def load(cause: Exception) -> None:
         raise RuntimeError("cannot load the data") from ran_into(fail, cause)
 
@@ -158,12 +158,12 @@ def ran_into(function: Callable[..., None], *arguments: object) -> Exception:
     return raised.value
 
 
-def test_a_store_that_fails_in_a_task_is_no_likeness() -> None:
+def test_a_store_that_fails_in_a_task_is_not_a_likeness() -> None:
     assert fingerprint_of(raised_in_tasks(ValueError("one"), StoreError("gone", key="a"))) is None
 
 
 @pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (40, "SIG40")])
-def test_a_signal_is_named_also_where_the_system_gives_it_no_name(number: int, name: str) -> None:
+def test_a_signal_is_named_even_if_the_system_gives_it_no_name(number: int, name: str) -> None:
     assert signal_name(number) == name
 
 

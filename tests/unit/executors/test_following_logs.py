@@ -112,7 +112,7 @@ def test_a_reader_that_is_slow_makes_the_logs_wait() -> None:
     eventually(lambda: not any(thread.is_alive() for thread in threads), "the threads end")
 
 
-def test_following_ends_also_where_a_rank_that_had_ended_went_on_for_a_while_under_its_old_log() -> None:
+def test_following_ends_even_if_a_rank_that_had_ended_continued_for_a_while_under_its_old_log() -> None:
     phases = [{0: True}, {0: False}, {0: False, 1: True}, {0: True, 1: True}]
     phase, seen, has_come_to_end = 0, threading.Event(), threading.Event()
 

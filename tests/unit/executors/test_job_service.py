@@ -240,7 +240,7 @@ def test_a_service_is_left_alone_as_long_as_it_says_and_given_up_when_it_asks_fo
         assert all(asked_s <= pause <= asked_s + FIRST_RETRY_S for pause in slept), asked_s
 
 
-def test_a_long_pause_is_told_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_pause_is_reported_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("executors.backends.jobs.service._reported_until", 0.0)
     error = JobServiceError("Cloud: too many requests (HTTP 429).", "unavailable", retry_after_s=187.0)
     with ThreadPoolExecutor(8) as pool:
@@ -266,7 +266,7 @@ def test_a_beat_of_a_clock_that_is_half_an_hour_behind_is_not_taken_for_an_old_o
     assert not is_stale(StalenessTracker(), "0000/0", time.time() - 1800, STILL_S)
 
 
-def test_a_beat_that_another_follows_is_not_old_whatever_the_clock_of_its_replica_says() -> None:
+def test_a_beat_that_another_follows_is_not_old_independent_of_the_clock_of_its_replica() -> None:
     now = 0.0
     beats = StalenessTracker(lambda: now)
     assert not is_stale(beats, "0000/0", None, STILL_S)
@@ -366,7 +366,7 @@ def test_a_service_knows_the_python_of_its_default_and_of_dockers_images(monkeyp
         (HFJobsExecutor, {"image": "python:3.99"}, "image=python:3.11"),
     ],
 )
-def test_who_has_another_python_is_told_which_option_gives_replicas_the_right_one(
+def test_a_process_that_has_another_python_is_told_which_option_gives_replicas_the_right_one(
     executor: type[ModalExecutor | HFJobsExecutor], option: dict[str, Any], advice: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"by Python 3\.11, and .* would run 3\.99\. Give --option {advice}, or"):

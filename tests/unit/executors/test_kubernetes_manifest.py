@@ -179,7 +179,7 @@ def test_without_a_pod_its_job_tells(of: Any, expected: JobState) -> None:
     assert state_of(None, of, 4) == expected
 
 
-def test_the_pod_of_a_job_that_was_taken_back_is_told_by_its_job() -> None:
+def test_the_pod_of_a_job_that_was_taken_back_is_reported_by_its_job() -> None:
     taken = job(suspend=True, generation=3)
     saving = JobState(True, "preempted", message=TAKEN_BACK, holds_place=True, is_unconfirmed=True)
     assert state_of(pod(phase="Running", gone_by=JUST_NOW), taken, 4) == saving

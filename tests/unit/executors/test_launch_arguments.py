@@ -128,14 +128,14 @@ def test_a_module_that_fails_to_import_is_refused_with_its_traceback(
         launch(PLAIN, "fails_on_import:main", 1)
 
 
-def test_a_taken_run_id_says_how_to_attach() -> None:
+def test_a_taken_run_id_explains_how_to_attach() -> None:
     with launch(PLAIN, nothing, 1, run_id="mine") as run:
         run.wait(30)
     with pytest.raises(RunExistsError, match="attach"):
         launch(PLAIN, nothing, 1, run_id="mine")
 
 
-def test_an_unknown_run_says_how_to_name_one_elsewhere_and_the_nearest_here() -> None:
+def test_an_unknown_run_explains_how_to_name_one_elsewhere_and_the_nearest_here() -> None:
     with launch(PLAIN, nothing, 1, run_id="brave-otter") as run:
         run.wait(30)
     with pytest.raises(RunNotFoundError, match=r"No run 'brave-oter' is known.*Did you mean 'brave-otter'\?.*s3://"):

@@ -43,7 +43,7 @@ def write(path: str | Path, text: str) -> Path:
     return file
 
 
-def test_whoever_stands_nearer_to_the_launch_wins_and_is_named(
+def test_the_process_that_stands_nearer_to_the_launch_wins_and_is_named(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("gpu", "seed", "n", "timeout", "run-id", "detach")
@@ -178,7 +178,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_is_no_setting_is_refused_by_its_file_and_no_secret_is_shown(work: Path, text: str) -> None:
+def test_an_unknown_setting_is_refused_by_its_file_and_no_secret_is_shown(work: Path, text: str) -> None:
     write("replicas.toml", text)
     with pytest.raises(ValueError) as caught:
         read()

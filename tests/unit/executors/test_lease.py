@@ -74,14 +74,14 @@ def test_a_lease_that_was_never_written_is_over_too(scene: Scene) -> None:
     assert scene.is_over_within(60) == 15
 
 
-def test_another_holder_goes_on_with_it(scene: Scene) -> None:
+def test_another_holder_continues_with_it(scene: Scene) -> None:
     scene.write(holder="one")
     assert scene.is_over_within(14) is None
     scene.write(holder="another")
     assert scene.is_over_within(14) is None
 
 
-def test_a_run_that_was_let_go_needs_nobody_until_somebody_takes_it_again(scene: Scene) -> None:
+def test_a_run_that_was_let_go_needs_no_one_until_another_process_takes_it_again(scene: Scene) -> None:
     scene.write(detached=True)
     assert scene.is_over_within(60) is None
     scene.write(holder="another")
@@ -106,14 +106,14 @@ def test_a_store_that_was_away_longer_than_the_lease_ends_nothing_when_it_is_bac
     assert scene.is_over_within(60) == 11, "the outage counts as one look"
 
 
-def test_time_in_which_nobody_looked_counts_as_one_look(scene: Scene) -> None:
+def test_time_in_which_no_one_looked_counts_as_one_look(scene: Scene) -> None:
     scene.write(holder="one", at=1)
     assert scene.is_over_within(5) is None
     scene.now += 4 * LIMIT_S
     assert scene.is_over_within(60) == 11
 
 
-def test_who_renews_the_lease_goes_on_after_one_stale_answer_and_ends_when_the_run_is_deleted(
+def test_a_process_that_renews_the_lease_continues_after_one_stale_answer_and_ends_when_the_run_is_deleted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = MemoryStore()
@@ -217,7 +217,7 @@ def test_a_detached_start_releases_its_containers_when_all_of_them_are_started()
     assert not was_start_abandoned(store, "run", time.time() + 1e6)
 
 
-def test_a_detached_start_that_ends_half_way_ends_its_containers_within_a_lease_and_that_is_said() -> None:
+def test_a_detached_start_that_ends_half_way_ends_its_containers_within_a_lease_and_that_is_reported() -> None:
     store, now = MemoryStore(), 0.0
     spec, holder = start_of(store)
     holder.end()

@@ -179,13 +179,13 @@ def test_a_response_in_a_window_that_moved_on_doubles_no_line() -> None:
     assert followed(*map("".join, windows)) == "".join(long)
 
 
-def test_a_window_that_moved_on_too_far_is_led_by_a_line_that_says_so() -> None:
+def test_a_window_that_moved_on_too_far_is_led_by_a_line_that_reports_that() -> None:
     lines = [f"step {number} {'.' * 60}\n\n" for number in range(3 * WINDOW_LINES)]
     first, second, third = lines[:WINDOW_LINES], lines[-WINDOW_LINES - 5 : -5], lines[-WINDOW_LINES:]
     assert followed(*map("".join, (first, second, third)), tail=0) == f"{BREAK}\n" + "".join([*second, *third[-5:]])
 
 
-def test_a_line_that_comes_late_is_no_hole_and_is_shown_once() -> None:
+def test_a_line_that_comes_late_is_not_a_hole_and_is_shown_once() -> None:
     before = [f"step {number}\n" for number in range(1000)]
     late = [*before[:-1], "late\n", before[-1], "step 1000\n"]
     moved_on = [*late[500:], "step 1001\n"]

@@ -208,7 +208,7 @@ def test_two_rounds_that_lie_months_apart_take_no_memory() -> None:
     assert peak_bytes < 1 << 20
 
 
-def test_replicas_of_unlike_speeds_that_lose_nothing_have_had_all_they_could_counted() -> None:
+def test_replicas_of_different_speeds_that_lose_nothing_have_had_all_they_could_counted() -> None:
     lives = [
         a_life(*(a_round(k, 12.0 * (k + 1), weight=weight) for k in range(60)), alive_s=720.0, rank=rank)
         for rank, weight in enumerate([4.0, 10.0, 10.0])

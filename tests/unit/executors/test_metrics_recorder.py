@@ -130,7 +130,7 @@ def test_a_segment_is_closed_when_it_is_large_and_at_the_end(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("fails", ["before", "after"])
-def test_a_segment_that_cannot_be_written_waits_and_is_told_of_once(
+def test_a_segment_that_cannot_be_written_waits_and_is_reported_once(
     fails: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scene = Scene()

@@ -90,7 +90,7 @@ def test_a_new_python_that_we_start_never_imports_the_users_modules(users: Path)
     assert done.stdout == f"{Path(module_search.__file__).with_name('__init__.py')} ['a', 'b']\n"
 
 
-def test_every_dependency_of_ours_is_reserved() -> None:
+def test_every_dependency_of_this_project_is_reserved() -> None:
     pending, names = ["serverless-replicas", *ROOTS], {*ROOTS}
     while pending:
         name = pending.pop()

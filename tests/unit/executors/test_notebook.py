@@ -88,7 +88,7 @@ def is_shown() -> bool:
     return any(thread.name == "replicas-show" for thread in threading.enumerate())
 
 
-def test_a_curve_begins_anew_where_an_attempt_does_and_stays_small() -> None:
+def test_a_curve_begins_again_where_an_attempt_does_and_stays_small() -> None:
     curves = Curves()
     assert curves.to_svg() == ""
     for step in range(3 * MAX_POINTS):

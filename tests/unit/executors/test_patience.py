@@ -64,7 +64,7 @@ def test_an_outage_of_a_quarter_of_an_hour_costs_no_work(error: StoreError) -> N
         assert each.limit_for(error) > 15 * MINUTE, each.process
 
 
-def test_a_wait_that_is_over_raises_the_last_failure_and_says_that_it_was_waited_for() -> None:
+def test_a_wait_that_has_ended_raises_the_last_failure_and_reports_that_it_was_waited_for() -> None:
     scene = Scene()
     with pytest.raises(StoreError, match="away") as raised:
         scene.is_asked(StoreError("away"), 10 * OUTCOME.seconds)
@@ -117,7 +117,7 @@ def test_a_process_that_waits_for_several_things_says_one_line_a_minute() -> Non
     assert len(scene.said) == 5
 
 
-def test_a_request_without_an_answer_is_told_of_by_whoever_looks() -> None:
+def test_a_request_without_an_answer_is_reported_by_the_process_that_looks() -> None:
     scene = Scene()
     with scene.waits.asking("s3://bucket/runs"):
         scene.now += FIRST_WORD_S

@@ -92,7 +92,7 @@ def test_a_pickle_of_another_python_is_refused_if_the_executor_says_which_it_run
         plain(python_of_replicas="3.12").check_pickle("3.9")
 
 
-def test_a_word_that_is_no_status_counts_as_running_and_never_as_success() -> None:
+def test_a_word_that_is_not_a_status_counts_as_running_and_never_as_success() -> None:
     backend = plain(poll=lambda handle: "done")
     assert backend.poll(HANDLE) == "running"
     assert [seen.status for seen in backend.observe([PendingReplica(HANDLE, 0)])] == ["running"]

@@ -169,7 +169,7 @@ def test_a_class_without_the_verbs_is_never_called(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
-def test_an_executor_of_ours_has_all_that_launch_uses_of_one(name: str) -> None:
+def test_an_executor_of_this_project_has_all_that_launch_uses_of_one(name: str) -> None:
     cls = executor_class(name)
     assert issubclass(cls, Backend)
     assert cls.__abstractmethods__ == frozenset()

@@ -26,7 +26,7 @@ def _no_replica_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     set_current_replica(None)
 
 
-def test_a_process_that_nobody_launched_is_rank_0_of_1_and_one_line_says_so(
+def test_a_process_that_no_one_launched_is_rank_0_of_1_and_one_line_reports_that(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     me = current_replica()
@@ -60,7 +60,7 @@ def test_an_integer_beyond_all_floats_is_reported_as_infinite() -> None:
     assert me.reported == {"step": math.inf, "loss": -math.inf, "tokens": 2**60}, "what a heartbeat can hold"
 
 
-def test_what_is_no_file_is_refused_as_an_artifact_and_left_out_of_a_folder_with_a_word(
+def test_an_object_that_is_not_a_file_is_refused_as_an_artifact_and_left_out_of_a_folder_with_a_word(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     kept, folder = tmp_path / "kept", tmp_path / "folder"

@@ -59,7 +59,7 @@ def kills() -> tuple[Subject, Document]:
     return made, document(made)
 
 
-def test_who_came_last_is_charged_with_what_the_others_waited_more(kills: tuple[Subject, Document]) -> None:
+def test_a_process_that_came_last_is_charged_with_what_the_others_waited_more(kills: tuple[Subject, Document]) -> None:
     subject, made = kills
     rounds: dict[int, list[Round]] = {}
     for row in subject.metrics.rounds:
@@ -77,7 +77,7 @@ def test_who_came_last_is_charged_with_what_the_others_waited_more(kills: tuple[
     assert cost[3] == pytest.approx(by_hand, abs=0.01)
 
 
-def test_who_is_missing_is_charged_with_what_everybody_waited(kills: tuple[Subject, Document]) -> None:
+def test_a_process_that_is_missing_is_charged_with_what_everybody_waited(kills: tuple[Subject, Document]) -> None:
     _, made = kills
     row = next(row for row in made["replicas"] if row["rank"] == 1)
     assert (row["missing"], row["attempt"], row["cost_s"] > 15) == (2, 2, True), "three waited 3 s, twice"
@@ -170,14 +170,14 @@ def test_the_page_of_a_part_of_the_measurements_sets_none_of_it_against_the_whol
     assert {(row["lost"], row["bytes_up"], row["bytes_down"]) for row in made["replicas"]} == {(None, None, None)}
 
 
-def test_a_report_of_a_part_does_not_say_that_no_work_was_lost() -> None:
+def test_a_report_of_a_part_does_not_report_that_no_work_was_lost() -> None:
     subject = SCENES["kills"]()
     assert [text for text in texts_of(document(subject)) if "work was lost" in text]
     part = replace(subject, metrics=replace(subject.metrics, is_whole=False))
     assert [text for text in texts_of(document(part)) if "work was lost" in text] == []
 
 
-def test_a_round_beside_the_training_holds_it_up_for_as_long_as_it_is_late() -> None:
+def test_a_round_while_training_continues_holds_it_up_for_as_long_as_it_is_late() -> None:
     subject = SCENES["beside"]()
     made, rounds = document(subject), subject.metrics.rounds
     six, alive = made["numbers"], made["numbers"]["alive_s"]
@@ -229,7 +229,7 @@ def test_data_parallel_is_gradients_of_float32_whatever_travels_here() -> None:
     assert made["numbers"]["times_less"] > 5 * alike["times_less"]
 
 
-def test_nothing_is_said_to_go_on_beside_the_training_where_each_round_holds_it_up(
+def test_nothing_is_said_to_continue_while_training_continues_where_each_round_holds_it_up(
     kills: tuple[Subject, Document],
 ) -> None:
     _, made = kills
@@ -287,7 +287,7 @@ def test_a_loss_that_is_not_a_number_any_more_is_neither_the_last_one_nor_good()
     assert page(made).count("<td>not finite</td>") == 1
 
 
-def test_a_young_run_is_not_said_to_have_reported_nothing() -> None:
+def test_a_young_run_is_not_reported_to_have_reported_nothing() -> None:
     lone = SCENES["lone"]()
     text = page(document(replace(lone, metrics=replace(lone.metrics, rows=[]))))
     assert "Nothing that replicas reported is written down yet." in text

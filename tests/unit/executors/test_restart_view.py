@@ -110,7 +110,7 @@ def test_a_run_is_not_over_between_an_end_and_the_next_claim() -> None:
 
 
 @pytest.mark.parametrize("watch", [Run.wait, lambda run: follow(run, PlainView(Output(), run))])
-def test_whoever_keeps_a_run_answers_ends_that_it_finds_last(watch: Callable[[Run], object]) -> None:
+def test_the_process_that_keeps_a_run_answers_ends_that_it_finds_last(watch: Callable[[Run], object]) -> None:
     run = run_of(failed(), None, restarts="0", store=EndsOfOneProcess("restarts"))
     spec = run_spec("wide", view_of(run).store.url, "0" * 64, 2, (0, 1))
     manager_of(run).keep_here([StartSpec(spec, "time:time")], None)
@@ -135,7 +135,7 @@ class CountedLog(MemoryStore):
 
 
 @pytest.mark.parametrize("is_read_by_its_controller", [True, False])
-def test_who_looks_at_a_run_and_keeps_it_reads_each_decision_once(is_read_by_its_controller: bool) -> None:
+def test_a_process_that_looks_at_a_run_and_keeps_it_reads_each_decision_once(is_read_by_its_controller: bool) -> None:
     cancels = [replace(CANCEL, rank=1) for _ in range(20)]
     run = run_of(failed(), None, restarts="0", store=(store := CountedLog()), log=[*cancels, GIVEN_UP])
     log = DecisionLog(store, "wide")
@@ -177,7 +177,7 @@ def test_an_end_is_final_unless_another_attempt_is_to_follow(
     assert run_of(end, restarts=restarts, log=log).wait(timeout=0) is is_final
 
 
-def test_who_is_cancelled_between_two_attempts_is_cancelled() -> None:
+def test_a_process_that_is_cancelled_between_two_attempts_is_cancelled() -> None:
     run = run_of(failed(), log=[RESTART, replace(CANCEL, words=BY_USER)])
     (outcome,) = run.outcomes()
     assert (outcome.attempt, outcome.status, outcome.error) == (
@@ -225,7 +225,7 @@ def test_a_note_says_what_an_ended_replica_waits_for(end: dict[str, Any], log: S
     assert run_of(end, None, log=log).status().replicas[0].note.startswith(note)
 
 
-def test_a_rank_that_is_just_found_lost_waits_for_a_controller_at_once_where_nobody_watches() -> None:
+def test_a_rank_that_is_just_found_lost_waits_for_a_controller_at_once_if_no_process_watches() -> None:
     notes = [run_of(failed("lost"), None, detach=alone).status().replicas[0].note for alone in (False, True)]
     assert [note.partition(":")[0] for note in notes] == ["ended", "waits for a controller"]
 
@@ -242,7 +242,7 @@ class Watched(LocalProcessExecutor):
         return [SupervisorStatus(self.is_alive)]
 
 
-def test_who_has_a_supervisor_waits_for_nobody_else() -> None:
+def test_a_process_that_has_a_supervisor_waits_for_no_one_else() -> None:
     run = run_of(failed(finished_at=ENDED_LONG_AGO), log=[RESTART])
     write(view_of(run).store, 0, "handle", local_handle(0, run_id="wide", store_url=view_of(run).store.url))
     notes = [
@@ -254,7 +254,7 @@ def test_who_has_a_supervisor_waits_for_nobody_else() -> None:
 
 @pytest.mark.parametrize("ahead_s", [-3 * HOUR_S, 0.0, 3 * HOUR_S, 80 * 365 * 24 * HOUR_S])
 @pytest.mark.parametrize("is_its_own", [True, False], ids=["by who resumes", "by one before it in the log"])
-def test_a_resume_that_died_is_over_whatever_the_clock_of_the_log_says(ahead_s: float, is_its_own: bool) -> None:
+def test_a_resume_that_died_is_over_independent_of_the_clock_of_the_log(ahead_s: float, is_its_own: bool) -> None:
     run, at = run_of(failed(), failed(), restarts=None), time.time() - HOUR_S
     DecisionLog(view_of(run).store, "wide", lambda: at + ahead_s).append(
         lambda log: Decision(kind="policy", hang="2m:3m")
@@ -265,7 +265,7 @@ def test_a_resume_that_died_is_over_whatever_the_clock_of_the_log_says(ahead_s: 
 
 
 @pytest.mark.parametrize("ahead_s", [-30.0, 0.0, 30.0])
-def test_who_resumes_a_run_that_another_resumes_is_told_also_where_their_clocks_differ(ahead_s: float) -> None:
+def test_a_process_that_resumes_a_run_that_another_resumes_is_told_even_if_their_clocks_differ(ahead_s: float) -> None:
     run = run_of(failed(), restarts=None)
     order_resume(DecisionLog(view_of(run).store, "wide", lambda: time.time() + ahead_s), {0: 1}, n_seen=0)
     assert not run.wait(timeout=0)
@@ -275,7 +275,7 @@ def test_who_resumes_a_run_that_another_resumes_is_told_also_where_their_clocks_
 
 @pytest.mark.parametrize("ahead_s", [0.0, 3 * HOUR_S])
 @pytest.mark.parametrize("is_answered", [True, False])
-def test_a_restart_that_nobody_begins_waits_for_a_controller_also_where_the_log_is_ahead(
+def test_a_restart_that_no_one_begins_waits_for_a_controller_even_if_the_log_is_ahead(
     is_answered: bool, ahead_s: float
 ) -> None:
     at = time.time() - HOUR_S + ahead_s

@@ -163,7 +163,7 @@ def test_a_store_that_does_not_answer_is_never_a_deterministic_end(why: dict[str
 
 
 @pytest.mark.parametrize("store_failed", [False, True])
-def test_who_returned_a_result_is_not_said_to_have_ended_before_it(store_failed: bool) -> None:
+def test_a_process_that_returned_a_result_is_not_reported_to_have_ended_before_it(store_failed: bool) -> None:
     running, code = ended_for_want_of_a_store(has_result=True, store_failed=store_failed)
     reason, error = ExitClassifier(1, None, MemoryKills(lambda: 0)).explain(running, code)
     said = "Replica 0 of 1 returned a result that was not recorded; the replica's log says why."
@@ -171,7 +171,7 @@ def test_who_returned_a_result_is_not_said_to_have_ended_before_it(store_failed:
 
 
 @pytest.mark.parametrize("set_back_by_s", [0.0, 3600.0, -3600.0])
-def test_an_oom_is_called_that_also_where_the_clock_was_set_since_the_process_began(
+def test_an_oom_is_called_that_even_if_the_clock_was_set_since_the_process_began(
     monkeypatch: pytest.MonkeyPatch, set_back_by_s: float
 ) -> None:
     def reason(killed_at: float) -> str | None:
@@ -243,7 +243,7 @@ def test_what_a_store_answers_comes_again_the_same_way(kind: type[StoreError]) -
     assert told(answers("9", *ends)) == ["restart", "deterministic"]
 
 
-def test_a_sister_that_was_restarted_since_counts_too_until_a_person_resumes() -> None:
+def test_a_sister_that_was_restarted_since_counts_too_until_a_user_resumes() -> None:
     log = answers("3", end(1, **BY_ITSELF), facts=EARLY)
     mine = end(0, **BY_ITSELF)
     assert told([decide(log, mine, [], Restarts(), EARLY, 2.0)]) == ["deterministic"]
@@ -276,7 +276,7 @@ def test_starts_that_the_service_refuses_cost_nothing_until_there_are_too_many_i
     assert told(answers("1,start_failed=0", refused[0])) == ["budget"]
 
 
-def test_a_resume_begins_budgets_and_strikes_anew() -> None:
+def test_a_resume_begins_budgets_and_strikes_again() -> None:
     log = answers("1", end(), end(attempt=1))
     assert told(log) == ["restart", "budget"]
     log.append(Decision(kind="resume", start={0: 2}))
@@ -285,7 +285,7 @@ def test_a_resume_begins_budgets_and_strikes_anew() -> None:
     assert (answer.kind, answer.strikes, answer.start) == ("restart", 1, {0: 3})
 
 
-def test_where_nobody_keeps_anything_a_step_further_than_ever_is_progress() -> None:
+def test_where_no_one_keeps_anything_a_step_further_than_ever_is_progress() -> None:
     log = answers("9", end(reached={"step": 5.0}), end(attempt=1, reached={"step": 5.0}))
     assert [entry.strikes for entry in log] == [0, 1]
     assert made_progress(log, end(attempt=2, reached={"step": 6.0}), [])
@@ -320,13 +320,13 @@ def test_nothing_follows_a_stop_or_a_cancel_until_a_resume(bar: Decision) -> Non
     assert is_blocked(resumed, 1) == (bar.rank is None)
 
 
-def test_what_was_decided_before_a_resume_answers_no_end_behind_it() -> None:
+def test_what_was_decided_before_a_resume_answers_no_end_after_it() -> None:
     log = [Decision(kind="restart", rank=1, ended=3, start={0: 4, 1: 4}), Decision(kind="resume", start={0: 2})]
     assert decision_on(log, 0, 1) is log[1]
     assert decision_on(log, 0, 2) is None
 
 
-def test_a_restart_that_does_not_start_a_rank_is_no_answer_to_its_end() -> None:
+def test_a_restart_that_does_not_start_a_rank_is_not_an_answer_to_its_end() -> None:
     lie = Decision(kind="restart", rank=0, ended=5, start={1: 6})
     assert decision_on([lie], 0, 0) is None
     answer = decide([lie], end(), [], Restarts(), FACTS, 1.0)

@@ -84,7 +84,7 @@ def test_removing_a_run_from_a_bucket_deletes_many_at_once(monkeypatch: pytest.M
     assert told[1] == "4,096 of 6,003 objects"
 
 
-def test_a_cancelled_replica_says_why() -> None:
+def test_a_cancelled_replica_reports_the_reason() -> None:
     with launch(PLAIN, "signal:pause", 1) as run:
         run.cancel()
     (outcome,) = run.outcomes()

@@ -31,7 +31,7 @@ def standing(found: Standstill, status: ReplicaStatus = ReplicaStatus.RUNNING) -
     return RunStatus("otter", "fake", states, store_url="file:///data/its%20runs")
 
 
-def test_a_round_that_stands_still_is_told_once_with_the_command_that_deletes_the_object() -> None:
+def test_a_round_that_stands_still_is_reported_once_with_the_command_that_deletes_the_object() -> None:
     line = (
         "Round 12 stands still: the object 'otter/diloco/main/r11/contribution/1' (and 1 more) was made without the "
         "run's key, or is damaged. Delete it: rm '/data/its runs/otter/diloco/main/r11/contribution/1'"
@@ -81,7 +81,7 @@ def run(*statuses: ReplicaStatus, enough: int | None = None, reason: Any = "exce
     return RunStatus("otter", "fake", states, min_replicas=enough)
 
 
-def test_what_may_still_happen_is_said_only_where_fewer_are_enough() -> None:
+def test_what_may_still_happen_is_said_only_if_fewer_are_enough() -> None:
     for statuses, enough, prospects in (
         ((RUNNING, RUNNING, PENDING), None, ""),
         ((RUNNING, RUNNING, PENDING), 2, "started with 2 of 3; 1 may still join"),
@@ -101,7 +101,7 @@ def test_a_run_has_succeeded_when_enough_replicas_have_and_all_have_ended() -> N
     assert run(SUCCEEDED, SUCCEEDED, FAILED).status == "failed"
 
 
-def test_a_replica_that_was_never_started_is_no_early_failure_where_fewer_are_enough() -> None:
+def test_a_replica_that_was_never_started_is_not_an_early_failure_if_fewer_are_enough() -> None:
     assert run(RUNNING, FAILED, enough=1, reason="start_failed").failed_early == []
     assert run(RUNNING, FAILED, enough=1).failed_early == [1]
     assert run(RUNNING, FAILED, reason="start_failed").failed_early == [1]
@@ -109,7 +109,9 @@ def test_a_replica_that_was_never_started_is_no_early_failure_where_fewer_are_en
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, -60.0, 0.0, 3600.0])
-def test_a_replica_is_called_silent_by_the_clock_of_whoever_looks_again_whatever_its_own_says(ahead_s: float) -> None:
+def test_a_replica_is_called_silent_by_the_clock_of_the_process_that_looks_again_whatever_its_own_says(
+    ahead_s: float,
+) -> None:
     attempt, now_s, began_at = Attempt(MemoryStore(), "otter", 0), 0.0, time.time() + ahead_s
     heartbeats = Heartbeats(lambda: now_s)
 

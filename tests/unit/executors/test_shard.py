@@ -404,7 +404,7 @@ class NegativeSteps(Sequence[int]):
         return list(range(N))[at]
 
 
-def test_a_sequence_of_ones_own_keeps_its_attributes() -> None:
+def test_a_sequence_of_the_user_keeps_its_attributes() -> None:
     class Labelled(list[int]):
         classes = ("cat", "dog")
 

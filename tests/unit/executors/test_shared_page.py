@@ -77,7 +77,7 @@ def test_a_replica_without_a_page_may_say_the_same_and_nothing_happens() -> None
 
 
 @pytest.mark.parametrize("limit_s", [0, -1, math.nan])
-def test_a_limit_that_is_none_is_refused(limit_s: float) -> None:
+def test_a_limit_that_is_invalid_is_refused(limit_s: float) -> None:
     with pytest.raises(ValueError, match="section\\('evaluate'\\): limit_s must be more than 0, got"):
         replica_with(None).section("evaluate", limit_s)
 
@@ -134,7 +134,7 @@ def test_sections_of_more_names_than_there_is_room_for_share_one() -> None:
     assert page.section == STEPS
 
 
-def test_a_torn_value_is_no_section() -> None:
+def test_a_torn_value_is_not_a_section() -> None:
     page = SharedPage()
     for torn in (math.nan, -5.0, 1e300):
         page._numbers[ROW] = torn

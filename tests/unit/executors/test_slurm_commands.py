@@ -70,7 +70,7 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("BOOT_FAIL|None|1", JobState(True, "start_failed", None, "BOOT_FAIL")),
     ],
 )
-def test_each_state_of_a_job_is_told_in_our_words(answer: Path, row: str, state: JobState) -> None:
+def test_each_state_of_a_job_is_reported_in_our_words(answer: Path, row: str, state: JobState) -> None:
     (answer / "said").write_text(f"184|3|{row}|otter-a0|\n185|N/A|RUNNING|None|0|not an array|\n")
     (found,) = list_jobs("--jobs=184")
     assert (found.array, found.task, found.name) == ("184", 3, "otter-a0")
@@ -92,7 +92,7 @@ def test_each_state_of_a_job_is_told_in_our_words(answer: Path, row: str, state:
         ("", "rejected", "rejected", "Slurm: sbatch ended with 1."),
     ],
 )  # fmt: skip
-def test_each_kind_of_failure_is_told_apart(
+def test_each_kind_of_failure_is_distinguished(
     answer: Path, failed: str, of_sbatch: str, of_others: str, words: str
 ) -> None:
     (answer / "failed").write_text(failed)
@@ -117,7 +117,7 @@ def test_a_command_that_was_killed_or_gives_no_answer_may_have_acted(
             assert caught.value.kind == kind, command
 
 
-def test_a_job_that_is_not_known_is_none_and_is_no_error_to_end(answer: Path) -> None:
+def test_a_job_that_is_not_known_is_none_and_is_not_an_error_to_end(answer: Path) -> None:
     (answer / "code").write_text("1")
     for failed in ("slurm_load_jobs error: Invalid job id specified", "scancel: error: Invalid job id 184_3"):
         (answer / "failed").write_text(failed)

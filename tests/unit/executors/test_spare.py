@@ -107,7 +107,7 @@ def fail(key: str, **_: object) -> memoryview:
     raise StoreError("down")
 
 
-def test_an_end_that_nobody_answers_is_answered_after_a_while_where_nobody_watches() -> None:
+def test_an_end_that_no_one_answers_is_answered_after_a_while_if_no_process_watches() -> None:
     scene = Scene()
     spare = scene.spare()
     scene.end(0)
@@ -118,7 +118,7 @@ def test_an_end_that_nobody_answers_is_answered_after_a_while_where_nobody_watch
 
 
 @pytest.mark.parametrize("renewed", [True, False])
-def test_as_long_as_somebody_renews_the_lease_a_spare_only_does_what_it_is_told(renewed: bool) -> None:
+def test_while_a_process_renews_the_lease_a_spare_only_does_what_it_is_told(renewed: bool) -> None:
     scene = Scene(lease_s=1e6)
     spare = scene.spare()
     scene.end(0)
@@ -160,7 +160,7 @@ def test_two_spares_take_over_one_rank_each() -> None:
     assert len(scene.log) == 2
 
 
-def test_what_somebody_else_has_begun_is_left_to_them() -> None:
+def test_what_another_user_has_begun_is_left_to_them() -> None:
     scene = Scene()
     spare = scene.spare()
     scene.end(0)

@@ -98,7 +98,7 @@ def test_nothing_that_another_user_puts_in_the_way_of_a_write_stops_or_misleads_
         assert [path.name for path in in_the_way.iterdir()] == ["theirs"]
 
 
-def test_a_pipe_in_the_place_of_an_object_blocks_nobody(store: Store, tmp_path: Path) -> None:
+def test_a_pipe_in_the_place_of_an_object_blocks_no_one(store: Store, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "store" / "pipe")
     with pytest.raises(KeyNotFoundError):
         store.get("pipe")

@@ -47,7 +47,7 @@ def test_a_read_that_is_refused_says_nothing_of_writing(code: str, status: int) 
 
 
 @pytest.mark.parametrize("code", ["ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"])
-def test_a_token_that_has_expired_is_told_with_how_replicas_get_another(code: str) -> None:
+def test_a_token_that_has_expired_is_reported_with_how_replicas_get_another(code: str) -> None:
     assert "`replicas resume` gives them new ones" in str(error_of(code, 400))
 
 

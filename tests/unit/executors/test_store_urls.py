@@ -101,7 +101,7 @@ def test_a_url_that_is_wrong_is_refused_with_the_reason_and_without_its_secrets(
 
 
 @pytest.mark.parametrize("url", [None, b"runs", 3])
-def test_what_is_no_url_is_refused_before_a_folder_is_made(
+def test_an_object_that_is_not_a_url_is_refused_before_a_folder_is_made(
     url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -120,7 +120,7 @@ def test_a_file_in_the_place_of_the_directory_is_a_clear_error(tmp_path: Path) -
     assert (tmp_path / "file").read_bytes() == b"x"
 
 
-def test_a_directory_that_cannot_be_looked_at_is_not_said_to_be_missing(
+def test_a_directory_that_cannot_be_looked_at_is_not_reported_to_be_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(tmp_path)

@@ -137,7 +137,7 @@ def pid() -> Iterator[int]:
         process.kill()
 
 
-def test_each_rank_of_an_abandoned_run_says_why_it_ended_though_there_was_no_time_to_mark_it(
+def test_each_rank_of_an_abandoned_run_says_why_it_ended_although_there_was_no_time_to_mark_it(
     monkeypatch: pytest.MonkeyPatch, pid: int
 ) -> None:
     scene = Scene(monkeypatch, pid, n_waiting=2)
@@ -163,7 +163,7 @@ def test_many_ends_at_once_ask_a_store_that_fails_only_once(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("fails_n_times", [0, 5])
-def test_each_rank_of_a_launch_that_failed_has_an_outcome_though_the_store_fails_for_a_moment(
+def test_each_rank_of_a_launch_that_failed_has_an_outcome_although_the_store_fails_for_a_moment(
     fails_n_times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene(monkeypatch, 0, n=0, n_waiting=3)
@@ -179,7 +179,7 @@ def test_a_start_that_fails_ends_no_others_of_a_run_that_fails_fast(monkeypatch:
     assert None not in scene.undo_start(fails_n_times=0)
 
 
-def test_a_rank_that_no_signal_ends_has_an_outcome_all_the_same(monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
+def test_a_rank_that_no_signal_ends_has_an_outcome_anyway(monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
     """Its main thread is in a call of a dead disk or driver, which SIGKILL does not interrupt."""
     scene = Scene(monkeypatch, pid, n=1)
     (running,) = scene.supervisor._running.values()
@@ -204,7 +204,7 @@ def test_a_rank_that_no_signal_ends_has_an_outcome_all_the_same(monkeypatch: pyt
     assert scene.ranks.given_up == scene.running, "what it holds is not free"
 
 
-def test_who_reaps_a_rank_does_not_wait_for_another_that_no_signal_ends(
+def test_a_process_that_reaps_a_rank_does_not_wait_for_another_that_no_signal_ends(
     monkeypatch: pytest.MonkeyPatch, pid: int
 ) -> None:
     scene = Scene(monkeypatch, pid, n=2)

@@ -77,7 +77,7 @@ def test_what_has_no_readable_source_travels_without(monkeypatch: pytest.MonkeyP
     assert "<edited>" not in task.record.sources
 
 
-def test_rank_env_names_a_variable_and_is_no_argument() -> None:
+def test_rank_env_names_a_variable_and_is_not_an_argument() -> None:
     store = MemoryStore()
     spec = create_run(store, "r", add, {"a": 1, "rank_env": "MY_RANK"}, 1, backend="local")
     task = read_task(store, "r", spec.task_digest)
@@ -172,7 +172,7 @@ def test_values_of_environment_and_secrets_are_never_recorded() -> None:
     assert read_json(store, "r/run.json")["placements"][0]["secrets"] == ["KEY"]
 
 
-def test_a_taken_run_id_is_an_error_that_says_how_to_attach_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_taken_run_id_is_an_error_that_explains_how_to_attach_and_changes_nothing(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     create_run(store, "mine", add, {"a": 1}, 1, backend="local")
     before = {entry.key: bytes(store.get(entry.key)) for entry in store.list("")}
@@ -217,7 +217,7 @@ def test_a_launch_whose_answer_was_lost_takes_back_no_run_of_another() -> None:
 
 
 @pytest.mark.parametrize("run_id", ["", "-a", "A", "a b", "a/b", "a.b", "a" * 41, "ä"])
-def test_a_run_id_that_is_no_name_everywhere_is_refused(run_id: str) -> None:
+def test_a_run_id_that_is_not_a_name_everywhere_is_refused(run_id: str) -> None:
     with pytest.raises(ValueError, match="Bad run id"):
         check_run_id(run_id)
 

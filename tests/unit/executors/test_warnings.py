@@ -151,7 +151,7 @@ def test_the_prefix_of_the_rank_is_removed_from_a_text_because_readers_add_it(ke
     assert kept.texts() == ["a", "b", "rank 30: c", "rank 3 takes no snapshots"]
 
 
-def test_a_text_that_cannot_be_had_ends_nothing(kept: Kept) -> None:
+def test_a_text_that_is_not_available_ends_nothing(kept: Kept) -> None:
     kept.log.add(5)  # type: ignore[arg-type]
     kept.log.on_first = lambda: 1 / 0  # type: ignore[assignment]
     kept.log.add("lone \ud800 surrogate")
@@ -208,7 +208,7 @@ BAD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_record_of_warnings_that_is_none_is_refused_by_its_key(kept: Kept, name: str) -> None:
+def test_a_record_of_warnings_that_is_invalid_is_refused_by_its_key(kept: Kept, name: str) -> None:
     kept.store.put(kept.attempt.key("warnings.json"), json.dumps(BAD[name]).encode())
     with pytest.raises(CorruptObjectError, match=r"run/replicas/0003/0/warnings\.json"):
         read_warnings(kept.attempt)
@@ -359,7 +359,7 @@ def test_a_record_without_a_text_is_ignored(kept: Kept, monkeypatch: pytest.Monk
     assert kept.texts() == ["good"]
 
 
-def test_a_warning_that_the_user_turned_into_a_record_is_heard_all_the_same(kept: Kept) -> None:
+def test_a_warning_that_the_user_turned_into_a_record_is_heard_anyway(kept: Kept) -> None:
     ours, users = module_of("diloco.settings", WARNS), module_of("train", WARNS)
     with collect_warnings(kept.log):
         logging.captureWarnings(True)
@@ -520,7 +520,7 @@ def test_only_replicas_that_changed_their_models_in_different_ways_are_warned_of
     assert changed({"generator": 0.5}, {"critic": 0.1}) == []
 
 
-def test_replicas_of_unlike_rounds_have_one_warning_of_their_models() -> None:
+def test_replicas_of_different_rounds_have_one_warning_of_their_models() -> None:
     (text,) = changed({"main": 0.5}, {"main": 0.6}, rounds=(3, 4))
     assert "after round 3" in text
 

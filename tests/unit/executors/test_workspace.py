@@ -293,7 +293,7 @@ def test_a_file_that_cannot_be_read_is_named(root: Path, monkeypatch: pytest.Mon
         shutil.rmtree(root.parent)
 
 
-def test_a_folder_of_somebody_else_is_left_out_and_named_without_git(tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_left_out_and_named_without_git(tmp_path: Path) -> None:
     root = Path(tempfile.mkdtemp())
     write(root, train_dot_py="", theirs__data_dot_bin="")
     root.chmod(0o755)
@@ -358,7 +358,7 @@ def test_a_callable_that_replicas_could_not_import_is_refused(root: Path, monkey
     make_package(a_function_of_another_folder, root=root)
 
 
-def test_folders_of_the_workspace_on_the_path_are_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_the_workspace_on_the_path_are_reported(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(root), str(root / "pkg"), str(root / "data"), "/usr/lib", *sys.path])
     assert make_package("train.py:main", root=root).paths == ("pkg",)
 
