@@ -83,7 +83,9 @@ def doctor(
         for name, value in facts.items():
             output.print(f"{'':5}  {name:<16}  {value}", "dim")
     for finding in itertools.chain(
-        _check_machine(is_local=backend == "local"), _check_backend(backend, options, rendezvous, gpu, probe)
+        _check_packages(),
+        _check_machine(is_local=backend == "local"),
+        _check_backend(backend, options, rendezvous, gpu, probe),
     ):
         findings.append(finding)
         if not as_json:
@@ -95,6 +97,16 @@ def doctor(
     if as_json:
         output.document({"ok": not is_wrong, "facts": facts, "findings": [asdict(finding) for finding in findings]})
     return FAILED if is_wrong else 0
+
+
+def _check_packages() -> Iterator[CheckResult]:
+    from executors.cli.installed import foreign_executors, packages_below_bounds
+
+    if (foreign := foreign_executors()) is not None:
+        problem, remedy = foreign
+        yield CheckResult("executors", "wrong", problem, remedy)
+    for problem, command in packages_below_bounds():
+        yield CheckResult("package", "wrong", problem, command)
 
 
 def _check_machine(is_local: bool) -> Iterator[CheckResult]:

@@ -146,3 +146,49 @@ def test_the_current_directory_is_searched_unless_python_is_told_not_to(folder: 
     code = "import sys; from executors.cli import main; sys.exit(main())"
     safe = subprocess.run([sys.executable, "-P", "-c", code, *arguments], cwd=folder.path, check=False)
     assert safe.returncode == 2
+
+
+def install_metadata(folder: Path, name: str, version: str) -> None:
+    """Write the record that an installed package leaves, and nothing else of it."""
+    record = folder / f"{name}-{version}.dist-info"
+    record.mkdir(parents=True)
+    (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def findings_of(here: HereInstead, what: str) -> list[dict[str, str]]:
+    result = here.replicas("doctor", "--json")
+    found = [each for each in result.json["findings"] if each["what"] == what]
+    assert result.code == (1 if found else 0), result
+    return found
+
+
+def test_doctor_names_the_other_package_that_uses_our_folder(
+    here: HereInstead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert findings_of(here, "executors") == []
+    install_metadata(tmp_path / "others", "executors", "0.6.0")
+    monkeypatch.syspath_prepend(tmp_path / "others")
+    (finding,) = findings_of(here, "executors")
+    assert f"The package executors 0.6.0 is installed at {tmp_path / 'others'}" in finding["found"]
+    assert "pip uninstall executors" in finding["advice"]
+
+
+def test_doctor_names_a_folder_that_python_finds_instead_of_ours(
+    here: HereInstead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "executors.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "mine")
+    (finding,) = findings_of(here, "executors")
+    assert str(tmp_path / "mine" / "executors.py") in finding["found"]
+
+
+def test_doctor_names_a_package_below_its_bound_with_the_line_that_mends_it(
+    here: HereInstead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_metadata(tmp_path / "old", "boto3", "1.20.1")
+    install_metadata(tmp_path / "old", "pytest", "1.0")  # a tool of developers is not our user's concern
+    monkeypatch.syspath_prepend(tmp_path / "old")
+    (finding,) = findings_of(here, "package")
+    assert finding["found"].startswith("boto3 1.20.1; replicas needs boto3>=")
+    assert re.fullmatch(r"pip install 'boto3>=[\d.]+'", finding["advice"])
