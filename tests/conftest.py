@@ -16,7 +16,7 @@ import pytest
 from servers.hub.server import HubServer, hub_server
 from servers.s3.server import CREDENTIALS, S3Server, running_server
 from support.cli import JOB, Folder, HereInstead
-from support.processes import MARK, end, left_over, marked_pids
+from support.processes import MARK, all_pids, end, left_over
 
 from executors import LocalProcessExecutor
 from executors.patience import Waits, waits
@@ -162,7 +162,7 @@ def _leases_end_with_their_test() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _nothing_left_running(state_home: Path) -> Iterator[None]:
     """Fail a test that leaves a process behind, and end that process."""
-    before = marked_pids()
+    before = all_pids()
     yield
     if survivors := left_over(before, within_s=10.0):
         end(survivors)

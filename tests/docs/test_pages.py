@@ -21,6 +21,25 @@ def test_the_blocks_of_a_page_do_what_the_page_shows(page: str, tmp_path: Path) 
     PageRun(DOCS / page, tmp_path / "folder", tmp_path / "home").run()
 
 
+def test_each_page_has_commands_that_are_accepted_and_code_that_compiles() -> None:
+    """That is quick, so `make test` has it of each page. `make test-all` runs the slow pages as well."""
+    wrong = []
+    for page in BY_HAND:
+        for block in blocks_of((DOCS / page).read_text(encoding="utf-8")):
+            try:
+                if block.kind == "shape":
+                    continue
+                if block.language == "python":
+                    check_fragment(block.text)
+                elif block.language == "console":
+                    for command, _ in commands_of(block.text):
+                        if "--profile" not in command:  # the file of its profiles is there only where the page runs
+                            check_command(command)
+            except AssertionError as error:
+                wrong.append(f"docs/{page}, line {block.line}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
 # ------------------------------------------------------------------------------------ the runner itself
 
 

@@ -248,7 +248,7 @@ def check_command(line: str) -> None:
     from executors.cli import command_of
 
     for call in re.split(r"\s(?:&&|\|\|?|;)\s", line.replace("\\\n", " ")):
-        words = shlex.split(call, comments=True)
+        words = shlex.split(re.sub(r"\s>\s*\S+", "", call), comments=True)
         while words and re.fullmatch(r"\w+=.*", words[0]):
             words.pop(0)
         if not words or words[0] != "replicas":

@@ -11,25 +11,23 @@ from pathlib import Path
 MARK = "REPLICAS_TEST_PROCESS_OF"
 
 
-def marked_pids() -> set[int]:
-    """Return the pids of all live processes that descend from this test process."""
-    mark = f"{MARK}={os.getpid()}".encode()
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*") if os.path.isdir("/proc/self") else ():
-        with contextlib.suppress(OSError):
-            if mark in (folder / "environ").read_bytes().split(b"\0") and not is_zombie(int(folder.name)):
-                found.add(int(folder.name))
-    return found - {os.getpid()}
+def all_pids() -> set[int]:
+    """Return the pids of all processes of this machine. On a machine without /proc, it is empty."""
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()} if os.path.isdir("/proc/self") else set()
 
 
 def left_over(before: set[int], within_s: float) -> dict[int, str]:
-    """Wait for the end of all processes that were started since `before`. Return the command lines of those that do not
-    end.
+    """Wait for the processes started since `before` to end; return those that do not, with their command lines.
 
-    This process's zygote may stay. Each launcher process has one, which ends with the launcher.
+    This process's zygote may stay: there is one for each launcher process, and it ends with it.
+
+    Args:
+        before: All pids at the start. Only a new process can be left over, so no environment of an old one is read:
+            that would take thousandths of a second for each of thousands of tests.
+        within_s: How long to wait, in seconds.
     """
     deadline = time.monotonic() + within_s
-    while survivors := {pid: command_of(pid) for pid in marked_pids() - before if not _is_our_zygote(pid)}:
+    while survivors := {pid: command_of(pid) for pid in all_pids() - before if _is_ours(pid)}:
         if time.monotonic() > deadline:
             return survivors
         time.sleep(0.02)
@@ -96,3 +94,12 @@ def _stat(pid: int) -> list[str]:
 
 def _is_our_zygote(pid: int) -> bool:
     return parent_of(pid) == os.getpid() and "zygote" in command_of(pid)
+
+
+def _is_ours(pid: int) -> bool:
+    """Return True if a live process descends from this test process and is not its zygote."""
+    mark = f"{MARK}={os.getpid()}".encode()
+    with contextlib.suppress(OSError):
+        if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and pid != os.getpid():
+            return not is_zombie(pid) and not _is_our_zygote(pid)
+    return False
