@@ -1,4 +1,4 @@
-"""What replicas must have in common: one that differs in any of it is refused, with the difference."""
+"""Replicas must agree on model and settings. A replica that differs is refused, and the error names the difference."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 
 
 def refusal(first: tuple[nn.Module, dict[str, Any]], second: tuple[nn.Module, dict[str, Any]]) -> str:
-    """Return why a second replica does not fit the run that a first one has begun."""
+    """Return the error of a second replica that does not fit the run of the first one."""
     store = MemoryStore()
     diloco = DiLoCo(first[0], **{**PLANNED, **first[1]}, **place(store, 0, 2))
     with pytest.raises(ContributionError) as caught:
@@ -88,7 +88,8 @@ def test_a_replica_that_was_given_other_arguments_is_refused_with_those_of_both(
 
 @pytest.mark.parametrize(
     ("there", "here"),
-    [(39, 38), (400, 395), (38, 40), (5000, 4960), (80, 40)],  # some of them epochs of loaders of a batch less
+    # some of these numbers come from epochs of a loader with one batch less
+    [(39, 38), (400, 395), (38, 40), (5000, 4960), (80, 40)],
 )
 def test_steps_that_come_from_shares_of_other_lengths_are_named_with_the_remedy(there: int, here: int) -> None:
     planned = {"inner_steps": 1, "momentum_warmup": "auto"}
@@ -163,7 +164,7 @@ def test_no_setting_that_replicas_must_share_is_left_out_of_the_comparison(outer
     for setting in set(contract) - {"tensors", "given"}:
         for other in ({**contract, setting: "another"}, {k: v for k, v in contract.items() if k != setting}):
             if other.get(setting) == contract[setting]:
-                continue  # None is as good as nothing
+                continue  # None means the same as no value
             for here, there in ((contract, other), (other, contract)):
                 with pytest.raises(ContributionError, match=f"rank 3 began it with .*{setting}=|rank 2 has {setting}="):
                     check_agreement(here, there, run_id="test", author=3, rank=2)

@@ -1,4 +1,4 @@
-"""What is synchronised, and how it is dealt out."""
+"""Tests which tensors of a model are averaged, and how they are divided into fragments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(layers))
         self.norm = nn.BatchNorm1d(4)
         self.head = nn.Linear(4, 8, bias=False)
-        self.head.weight = self.embedding.weight  # tied
+        self.head.weight = self.embedding.weight  # tied parameters
         self.register_buffer("mask", torch.full((4, 4), float("-inf")))
         self.register_buffer("table", torch.ones(3), persistent=False)
 

@@ -1,4 +1,4 @@
-"""Records that somebody has made to do harm: framed as they should be, with a digest that is right, and refused."""
+"""Hostile records with a correct frame and a correct digest are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _processes_are_forgotten() -> None:
 
 
 def framed(text: str) -> bytes:
-    """Frame any text as a record's head, also what is no JSON in others' eyes."""
+    """Return a frame with any text as its head, also text that is not valid JSON."""
     head = text.encode()
     data = b"RPL1" + len(head).to_bytes(4, "little") + xxh3_128_digest(head) + head
     return data.ljust(-(-len(data) // 64) * 64, b"\0")
@@ -201,7 +201,8 @@ def test_durations_that_cannot_be_are_read_as_none(value: float) -> None:
         assert getattr(Contribution.parse(record({**CONTRIBUTION, name: value}), "", UNSIGNED)[0], name) == 0.0
 
 
-# -- snapshots and what ranks keep -------------------------------------------------------------------------------------
+# -- snapshots and the saved states of ranks
+# -------------------------------------------------------------------------------------
 
 
 def part(header: Any, payload: bytes = b"\0" * 16) -> bytes:
@@ -325,7 +326,7 @@ def test_what_a_rank_kept_and_cannot_be_read_means_what_it_kept_before(caplog: p
 def test_an_input_whose_head_is_of_another_payload_is_left_out(n_blocks: int, weight: float, caplog: Any) -> None:
     store = MemoryStore()
     patient = RetryingStore(store, clock=lambda: 0.0, patience=ENDLESS)
-    payload = np.ones(8, np.float32).tobytes()  # of two blocks
+    payload = np.ones(8, np.float32).tobytes()  # a payload of two blocks
     bad = Contribution(0, 0, "a", weight, D, len(payload), digests_of(payload * 4, 16, UNSIGNED)[:n_blocks], ())
     head = bad.head("", UNSIGNED)
     store.put(KEYS.contribution(0, 0), head + payload)
@@ -349,7 +350,7 @@ def test_an_input_whose_head_is_of_another_payload_is_left_out(n_blocks: int, we
     assert len(store.get(KEYS.mean(0, 0))) == head_bytes(1) + 16
 
 
-# -- what a run makes of it --------------------------------------------------------------------------------------------
+# -- reactions of a run --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Where a DiLoCo finds its run: in the replica that the process is, in its arguments, or alone in memory."""
+"""Tests how a DiLoCo finds its run: by the replica of its process, by its arguments, or in memory if it is alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the planner says of a round, of a choice, and of systems whose utilisation was published."""
+"""Tests the planner's numbers for a round and for a choice, and compares them with systems whose utilization was
+published.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,8 @@ def test_a_small_round_has_one_phase() -> None:
     cost = round_cost(job, Choice(inner_steps=10, wire="fp32"))
     assert cost.link_s == pytest.approx((4e6 + 4e6) / 2e6 + (3 * 4e6 + 4e6) / 4e6)
     assert cost.requests_s == pytest.approx(0.1)
-    assert (cost.up, cost.down) == (4e6 + 4e6 / 4, 3 * 4e6 / 4 + 4e6)  # one of four seals; all read the mean
+    # one of four replicas creates the seal, and all read the mean
+    assert (cost.up, cost.down) == (4e6 + 4e6 / 4, 3 * 4e6 / 4 + 4e6)
     large = round_cost(replace(job, params=1_048_577), Choice(inner_steps=10, wire="fp32"))
     assert large.requests_s == pytest.approx(0.17)
 
@@ -120,7 +123,7 @@ def test_the_sums_are_of_all_replicas_rounds_and_fragments() -> None:
     assert 8 * 400 * (plan.up + plan.down) == pytest.approx(12.2e12, rel=0.01)
     assert plan.egress_usd(PRICES["s3"], 400) == pytest.approx(667, abs=1)
     requests = 400 * 2 * 8 * (4 * 5e-6 + (25 + 14 + plan.round.down / 2**23) * 0.4e-6)
-    snapshots = 80 * (1 + 155) * 5e-6  # of 10.4 GB, every tenth entry
+    snapshots = 80 * (1 + 155) * 5e-6  # snapshots of 10.4 GB after every tenth entry
     assert plan.requests_usd(PRICES["s3"], 400) == pytest.approx(requests + snapshots)
     assert plan.egress_usd(PRICES["r2"], 400) == plan.requests_usd(Prices(), 400) == 0
 
@@ -283,11 +286,12 @@ def test_planning_needs_neither_torch_nor_numpy() -> None:
     assert told.stdout.strip() == "set()"
 
 
-# -- what others have published ----------------------------------------------------------------------------------------
+# -- published numbers ----------------------------------------------------------------------------------------
 
 UTILISATIONS = (50, 80, 90, 95, 99)
 DILOCO = {
-    # (parameters, seconds of a step, inner steps): Gbit/s that reach each of these, by simulation.
+    # (parameters, seconds of a step, inner steps): the Gbit/s that reach each of these utilizations in the papers'
+    # simulation.
     (1e9, 0.1, 100): (1.4, 6.2, 13.3, 23.3, 86.8),  # Streaming DiLoCo, 2501.18512, table 4, "Vanilla DiLoCo"
     (10e9, 0.8, 100): (1.7, 7.5, 16.0, 33.9, 104.8),
     (100e9, 4.9, 100): (3.0, 11.0, 23.3, 49.4, 184.2),
@@ -310,14 +314,14 @@ OVERLAPPED = {
 MEASURED = [
     # (seconds of training, of the round after it, percent)
     (38 * 60, 103, 95.7),  # INTELLECT-1, 2412.01152, table 2: 10 B, int8, H = 100, in the USA
-    (38 * 60, 382, 85.6),  # with Europe
-    (38 * 60, 469, 83.0),  # around the world
+    (38 * 60, 382, 85.6),  # with replicas in Europe
+    (38 * 60, 469, 83.0),  # with replicas around the world
     (20 * 60, 70, 94.5),  # Covenant-72B, 2603.08163: over an object store
 ]
 
 
 def utilisation(choice: Choice, step_s: float, round_s: float) -> float:
-    """Return what the planner says of rounds that take so long, in percent, without copies."""
+    """Return the planner's utilization in percent for rounds of this duration, without the time for copies."""
     cost = RoundCost(link_s=round_s, requests_s=0, processor_s=0, noticing_s=0, up=0, down=0)
     job = replace(EXAMPLE, step_s=step_s, processor=Processor(copy=float("inf")))
     return 100 * (1 - Plan(workload=job, choice=choice, round=cost).share)
@@ -343,7 +347,7 @@ def test_simulated_utilisations_are_a_few_points_above_the_plan() -> None:
 
 
 def test_simulated_utilisations_with_overlap_are_above_the_plan() -> None:
-    """The papers let a transfer run into the next fragment's, and need a layer only when its turn comes."""
+    """In the papers, a transfer may overlap with the next fragment's transfer, and a layer is needed only at its turn."""
     differences = [
         utilisation(Choice(inner_steps=h, fragments=p, overlap_steps=1), step_s, bits * params / p / (gbit * 1e9))
         - published

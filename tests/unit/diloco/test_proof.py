@@ -1,4 +1,4 @@
-"""What a signed run believes: the bytes of its proofs, and records that are forged, replayed, swapped or unsigned."""
+"""Tests the bytes of proofs, and that a signed run ignores records that are forged, replayed, swapped or unsigned."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def test_a_record_is_believed_under_its_own_key_alone_and_only_with_the_run_s() 
         Seal.parse(records[Seal.parse][:-4] + b"MEAN", "run/diloco/main/seal/1", SIGNED)
 
 
-# -- who has the key ---------------------------------------------------------------------------------------------------
+# -- replicas with and without the key
+# ---------------------------------------------------------------------------------------------------
 
 
 SOON = Limits(takeover_after_s=0.05, grace_s=0.05)
@@ -207,7 +208,7 @@ def test_what_was_proven_cannot_be_changed_in_its_file(tmp_path: Any) -> None:
 
 
 def test_a_rank_takes_up_nothing_that_another_user_kept_for_it() -> None:
-    """Its own records are signed, too: under another position, or with tensors of others, they are nothing."""
+    """A rank's saved states are signed, too. Under another position, or with other tensors, they are ignored."""
     store = MemoryStore()
     signed: dict[str, Any] = {"key": KEY, "inner_steps": 1, "snapshot_every": 1}
 
@@ -232,7 +233,7 @@ def test_a_rank_takes_up_nothing_that_another_user_kept_for_it() -> None:
 
 
 class Meddling(Signatures):
-    """Somebody writes to the file of an input, mapped here, as soon as any of it was digested."""
+    """Simulates a process that writes to the mapped file of an input as soon as a part of it was digested."""
 
     def __init__(self, file: bytearray) -> None:
         super().__init__(KEY)

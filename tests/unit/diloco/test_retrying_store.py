@@ -1,4 +1,4 @@
-"""What the rendezvous believes of a store's readings, and how long it tolerates its errors."""
+"""Tests how the rendezvous treats wrong readings of a store, and how long it tolerates errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from executors.store.faulty import FaultyStore
 
 
 class Scene:
-    """A store that is looked at over time."""
+    """A store that is read over a period of simulated time."""
 
     now = 100.0
 
@@ -27,7 +27,7 @@ class Scene:
             self.store.record_misread("seal/0", data)
 
     def delete(self, *, is_refused: bool) -> None:
-        """Delete something after a round of ten minutes."""
+        """Delete an object after a round of ten minutes."""
         self.now += 600.0
         if is_refused:
             self.faulty.fail_at("delete", key="*", action="error")
@@ -37,7 +37,7 @@ class Scene:
 def test_an_object_that_was_misread_in_a_moment_is_not_damaged_however_long_no_one_looks_again() -> None:
     scene = Scene()
     scene.misread(b"x", n=READ_TRIES)
-    scene.now += 3600.0  # a laptop's lid
+    scene.now += 3600.0  # the laptop was closed
     assert not scene.store.is_damaged("seal/0", for_s=10.0)
     scene.misread(b"x")
     assert scene.store.is_damaged("seal/0", for_s=10.0)

@@ -1,4 +1,4 @@
-"""Attached state is kept soon, often if it is cheap, and never for more than its share of the time."""
+"""Attached state is saved early, often if saving is cheap, and never for more than its share of the time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def schedule_of(time: Time, *, per_round: int = 1, per_period: int = 10, positio
 
 
 def play(round_s: float, copy_s: float, upload_s: float, rounds: int) -> list[int]:
-    """Return after which rounds something is kept."""
+    """Return the rounds after which state is saved."""
     time, kept = Time(), []
     schedule = schedule_of(time)
     for position in range(1, rounds + 1):

@@ -1,4 +1,4 @@
-"""Which object without the run's key a waiting replica reports, and when it reports none."""
+"""Tests which unsigned object a waiting replica reports, and when it reports none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of a model's tensors: the same whether or not something is wrapped, and never one name for two tensors."""
+"""Names of a model's tensors are the same with and without wrappers, and two tensors never have the same name."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ NAMES = [name for name, _ in model().named_parameters()]
 
 
 def wrapped(name: str) -> tuple[nn.Module, nn.Module]:
-    """Return a model that is wrapped as a whole and in its layers, and the same one as it was."""
+    """Return a model that is wrapped as a whole and in its layers, and the same model without wrappers."""
     plain, inner, wrap = model(), model(), WRAPPERS[name]
     inner.load_state_dict(plain.state_dict())
     layers: Any = inner.get_submodule("layers")
@@ -186,7 +186,7 @@ def test_a_run_continues_if_a_later_attempt_compiles_and_the_earlier_did_not(swi
         diloco.step()
         kept.append({name: values.clone() for name, values in inner.state_dict().items()})
         diloco._workers.uploads.finish()
-        diloco._workers.close()  # killed: it writes no bye
+        diloco._workers.close()  # the replica was killed, so it writes no bye
         next_process()
 
 

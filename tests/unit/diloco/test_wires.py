@@ -1,4 +1,4 @@
-"""Wires byte by byte: against a reference written from their description, and against bytes that are kept here."""
+"""Compares the bytes of wires with a reference that was written from their description, and with bytes in this file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOSSY = [wire for wire in WIRES.values() if not wire.is_exact]
 
 
 def values(n: int) -> Floats:
-    """Return values of many magnitudes, exactly the same everywhere: groups of zeros and of tiny ones too."""
+    """Return values of many magnitudes, the same on every machine. Some groups are zeros, and some are tiny."""
     rng = np.random.default_rng(n)
     found = np.ldexp(rng.integers(-(1 << 23), 1 << 23, n), rng.integers(-60, -20, n)).astype(np.float32)
     found[300:700] = 0.0
@@ -95,7 +95,7 @@ GOLDEN = {
     "int8": "cc304fc9ee8d6f6883d30cfd624bd20b3e3e186842c352759e421f609f36688b74f2ef70bbfed4a49661a1ca5f510110",
     "int4": "838e00f9953354fb33ba093ad0383c2616423c7e6e4aab3f31eb3a47f1c75cbb5d22912d9682ac9f65b0113ea2a9ccbb",
 }
-"""Eight digits for each size."""
+"""Eight digits of the digest of the encoded bytes, for each size."""
 
 
 @pytest.mark.parametrize("name", WIRES)
@@ -104,7 +104,7 @@ def test_bytes_never_change(name: str) -> None:
     assert found == GOLDEN[name]
 
 
-# -- what holds for any values -----------------------------------------------------------------------------------------
+# -- properties for any values -----------------------------------------------------------------------------------------
 
 magnitudes = st.floats(2.0**-90, 2.0**120, width=32)
 arrays: Any = st.builds(
@@ -113,7 +113,7 @@ arrays: Any = st.builds(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=40)  # a loaded machine is not slow code
+@settings(deadline=None, max_examples=40)  # a deadline would fail on a loaded machine
 @given(arrays)
 def test_what_is_decoded_is_near_and_encodes_to_itself(of: Floats) -> None:
     steps = {"fp32": 0.0, "bf16": 2.0**-8, "int8": 0.5 / 127, "int4": 0.5 / 7}

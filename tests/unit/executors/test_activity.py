@@ -1,4 +1,4 @@
-"""Real processes seen from outside: every kind of work is active, and waiting is not."""
+"""Measures real processes from outside: every kind of work counts as active, and waiting does not."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def process(code: str, *arguments: str) -> Iterator[int]:
 
 @pytest.fixture
 def sink() -> Iterator[int]:
-    """A server that reads everything; its port."""
+    """The port of a server that reads everything."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -116,7 +116,7 @@ WAITING = {
 @pytest.mark.parametrize("code", WORK.values(), ids=WORK)
 def test_work_is_active(code: str, sink: int, tmp_path: object) -> None:
     with process(code, str(sink), f"{tmp_path}/file") as pid:
-        usage_of(pid)  # what it does to begin
+        usage_of(pid)  # its work at the start
         assert usage_of(pid).is_active
 
 
@@ -165,11 +165,11 @@ def sample_at(
     ("run_s", "wait_s", "is_active"),
     [
         (10.0, 0.0, True),
-        (0.5, 9.49, True),  # it computes beside twenty others
+        (0.5, 9.49, True),  # the thread computes beside twenty others
         (0.01, 9.98, True),
-        (0.0, 10.0, True),  # it never gets a processor
+        (0.0, 10.0, True),  # the thread never gets a processor
         (0.4, 0.0, False),
-        (0.02, 5.0, False),  # a loop over sleep, each of whose turns waits for a processor
+        (0.02, 5.0, False),  # a loop over sleep that waits for a processor in each turn
         (0.3, 7.0, True),
     ],
 )

@@ -1,4 +1,4 @@
-"""Arguments of the command line: what their texts mean by the entrypoint's annotations."""
+"""Tests how texts from the command line are converted by the entrypoint's annotations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that a replica kept, written to a folder of who looks: whole, or not at all."""
+"""Artifacts of a replica are written to the user's folder completely or not at all."""
 
 from __future__ import annotations
 

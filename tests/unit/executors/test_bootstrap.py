@@ -145,7 +145,7 @@ def test_the_command_is_short_carries_no_secret_and_is_the_same_for_every_run() 
     assert len(source.splitlines()) < 300
 
 
-# What passes
+# Accepted
 
 
 def test_a_server_that_is_busy_or_cuts_replies_off_is_asked_again(cloud: Cloud, workspace: Path, s3: S3Server) -> None:
@@ -160,11 +160,11 @@ def test_a_server_that_is_busy_or_cuts_replies_off_is_asked_again(cloud: Cloud, 
     ]  # fmt: skip
 
 
-# What does not
+# Refused
 
 
 def refusal(cloud: Cloud, spec: RunSpec, within: Sequence[str] = ()) -> str:
-    """Return the one line that a replica which could not start says; nothing of a bucket's may have run."""
+    """Return the one line that a replica prints if it cannot start, and check that no code from the bucket has run."""
     code, out, err = ended(cloud.start(spec, within=within))
     assert (code, out) == (CANNOT_START, "")
     assert not list(cloud.folder.glob("*/*")), "nor is anything left"
@@ -279,7 +279,7 @@ def test_an_endpoint_that_is_not_a_url_is_reported_in_one_line(cloud: Cloud, wor
     assert "cannot start: cannot use s3://b/x: Invalid endpoint: nowhere" in err
 
 
-# What is installed
+# Installed packages
 
 
 def wheel(folder: Path, name: str, version: str, text: str = "", requires: str = "") -> Path:
@@ -323,7 +323,7 @@ def test_a_pin_that_is_installed_costs_no_pip_and_one_that_cannot_be_is_reported
 
 
 def fake_uv(folder: Path, *, installs: bool) -> dict[str, str]:
-    """Put a `uv` on the path that writes down its arguments, and unpacks the last one, which is a wheel; or fails."""
+    """Put a fake `uv` on the path. It records its arguments and unpacks the last one, a wheel, or it fails."""
     folder.mkdir()
     script = folder / "uv"
     unpack = "zipfile.ZipFile(sys.argv[-1]).extractall(sysconfig.get_path('purelib'))"
@@ -379,7 +379,7 @@ def test_while_it_installs_it_reports_that_in_the_store_and_ends_when_it_is_told
 ) -> None:
     slow = tmp_path / "bin"
     slow.mkdir()
-    # As uv writes where its stderr is no terminal.
+    # These are uv's lines if its stderr is not a terminal.
     said = ["Downloading torch (502.2MiB)", "Downloading triton (1.5GiB)", " Downloaded torch"]
     (slow / "uv").write_text("#!/bin/sh\n" + "".join(f"echo '{line}' >&2\n" for line in said) + "exec sleep 600\n")
     (slow / "uv").chmod(0o755)
@@ -439,7 +439,7 @@ def test_without_boto3_the_launchers_is_installed_first(
         folder.mkdir()
     dependencies = next(cloud.python.parent.parent.rglob("dependencies.pth"))
     (only_pip / "pip").symlink_to(Path(dependencies.read_text().splitlines()[0]) / "pip")
-    # What pip finds, being offline: a boto3 that leads to the one that is installed here.
+    # pip is offline, so it finds this boto3, which imports the one that is installed here.
     here = f"sys.path[:0] = {dependencies.read_text().splitlines()!r}"
     ours = version("boto3")
     for name, found, requires in (("boto3", ours, "botocore"), ("botocore", "1.0", "")):

@@ -1,4 +1,4 @@
-"""What git says of the folder that a run is launched from, and that no launch waits long for it."""
+"""Tests the git data of the folder of a launch, and that no launch waits long for git."""
 
 from __future__ import annotations
 

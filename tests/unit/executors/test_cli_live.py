@@ -1,4 +1,6 @@
-"""What the command shows while a run lasts, on a simulated clock: few lines, and patience with store and backend."""
+"""Tests on a simulated clock the lines that the command prints during a run, and how long it waits for store and
+backend.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ RECORD = RunRecord.parse(run_json(n=1, created_at=0.0))
 
 
 class ScriptedManager(RunManager):
-    """Ends no run early, but says so."""
+    """A manager that ends no run early, but reports that it would."""
 
     def end_early(self, now: RunStatus, option: str) -> str | None:
         return f"rank {now.failed_early[0]} failed early; {option} ends the run."
@@ -117,7 +119,7 @@ def test_the_time_since_the_launch_continues_where_another_process_sets_the_wall
 
 
 class FullDisk(io.StringIO):
-    """What is printed on, while `error` is set to no avail."""
+    """A stream whose writes fail while `error` is set."""
 
     error: OSError | None = None
 
@@ -342,7 +344,7 @@ def test_a_table_of_many_ranks_shows_the_failed_ones_and_counts_the_rest() -> No
 
 
 class FailingObserver:
-    """What a wait looks at: the time is over before it looks again."""
+    """The reader of a wait whose time limit is reached before its second look."""
 
     records = SimpleNamespace(ranks=(0,), run_id="mine", record=RECORD)
     error: ReplicasError | None = None
@@ -365,10 +367,10 @@ def test_what_failed_before_a_pause_between_two_waits_does_not_count_to_the_pati
     assert not waiter.wait(None, 0, None)
     observer.error = error
     assert not waiter.wait(None, 0, None)
-    clock.sleep(2 * limit_s)  # the script works on what has come
+    clock.sleep(2 * limit_s)  # the script works on the results that have arrived
     assert not waiter.wait(None, 0, None), "it is another failure"
     n_looks = int(limit_s / 10) - 1
-    for _ in range(n_looks):  # a script that waits in small parts looks all the time
+    for _ in range(n_looks):  # a script with many short waits reads the state all the time
         clock.sleep(10)
         assert not waiter.wait(None, 0, None)
     clock.sleep(10)

@@ -68,7 +68,7 @@ def test_the_summary_is_that_of_the_lowest_rank_that_succeeded_and_has_one() -> 
 
 
 class Typed:
-    """An executor's class, as far as its options go.
+    """A class of an executor that has only options.
 
     Args:
         names: some names,

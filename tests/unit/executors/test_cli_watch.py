@@ -1,4 +1,4 @@
-"""What `replicas watch --set` takes."""
+"""Tests the rules that `replicas watch --set` accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The words of the command: each short option has one meaning, each thing one name, and near misses are helped."""
+"""Tests the names of options and verbs: one meaning for each short option, one name for each thing, and help for typing
+errors.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ SHORT = {
     "-d": {"--detach"},
     "-e": {"--env"},
     "-f": {"--follow"},
-    "-n": {"--lines", "--last"},  # how many lines to show
+    "-n": {"--lines", "--last"},  # the number of lines to show
     "-o": {"--out"},
     "-r": {"--rank"},
     "-v": {"--verbose"},
@@ -130,7 +132,7 @@ def test_the_examples_of_the_help_are_command_lines_that_parse(example: str, mon
     context = command.make_context(name, given, resilient_parsing=True)
     assert context.params
     parser = command.make_parser(context)
-    parser.parse_args(args=list(given))  # an unknown option would raise
+    parser.parse_args(args=list(given))  # an unknown option would raise an error
 
 
 def test_a_long_example_is_one_command_for_a_shell() -> None:

@@ -1,4 +1,4 @@
-"""What the supervisor of a container does beside that of a local run."""
+"""Tests the duties that only the supervisor of a container has, and not the supervisor of a local run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_supervisor_beats_for_a_rank_that_cannot(tmp_path: Path, late: str, la
 
 
 def test_a_supervisor_does_not_beat_for_a_rank_that_beats_no_more(tmp_path: Path) -> None:
-    """It may take long to end; meanwhile somebody may delete the run."""
+    """The rank may take long to end, and a user may delete the run meanwhile."""
     supervisor, attempt, page = supervised(tmp_path)
     replica = Replica(0, 1, "run", 0, attempt.store.url, claimed_nonce="n")
     replica.page = page
@@ -79,7 +79,7 @@ def test_a_supervisor_does_not_beat_for_a_rank_that_beats_no_more(tmp_path: Path
 def test_a_supervisor_beats_for_a_rank_whose_result_waits_for_its_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a spare, or whoever looks, would record it as lost, and its result would come too late."""
+    """Otherwise a spare or a reader would record the rank as lost, and its result would come too late."""
     supervisor, attempt, page = supervised(tmp_path)
     worker = main._Worker(main.Assignment(supervisor._spec, 0, page=page))
     outcome = worker.succeeded("the result")
@@ -186,7 +186,10 @@ def test_torch_is_imported_ahead_where_a_file_of_the_workspace_or_a_callables_im
 def test_a_process_is_ended_for_the_attempt_that_follows_only_if_it_is_an_earlier_one(
     claimed: int | None, other_ended: bool, ends: bool, tmp_path: Path
 ) -> None:
-    """One that found its attempt taken has claimed the very one to begin: to end it would leave the rank for good."""
+    """A process that found its attempt taken has claimed the next one.
+
+    If it were ended, the rank would never run again.
+    """
     store = open_store(tmp_path)
     spec = run_spec("run", store.url, "00", 2, (1,), attempt=1, restarts="3,together")
     supervisor = ContainerSupervisor(
@@ -213,7 +216,7 @@ def test_a_process_is_ended_for_the_attempt_that_follows_only_if_it_is_an_earlie
 def test_a_container_whose_rank_cannot_be_killed_starts_nothing_in_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its GPU and its disk are stuck as well: its service takes them back once it has left."""
+    """Its GPU and its disk may hang, too. The service takes them back when the container has ended."""
     supervisor, attempt, _ = supervised(tmp_path, restarts="3")
     attempt.store.put("run/run.json", b"{}")
     monkeypatch.setattr(os, "kill", lambda *_: None)
@@ -231,7 +234,7 @@ def test_a_container_whose_rank_cannot_be_killed_starts_nothing_in_its_place(
 def test_a_supervisor_receives_a_notice_while_it_reads_a_long_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time of a notice is shorter than a log of three weeks takes from far away."""
+    """To read a log of three weeks from a distant store takes longer than the time after a notice."""
     supervisor, attempt, page = supervised(tmp_path)
     log = DecisionLog(attempt.store, "run")
     for decision in (Decision(kind="stop"), Decision(kind="resume", start={0: 0}), Decision(kind="policy")):
@@ -250,7 +253,7 @@ def test_a_supervisor_receives_a_notice_while_it_reads_a_long_log(
         return turns.pop(0), False
 
     monkeypatch.setattr(supervisor._wakeups, "wait", wait)
-    ignores = ["sh", "-c", "trap '' TERM; echo; exec sleep 60"]  # it is still there whenever it is looked after
+    ignores = ["sh", "-c", "trap '' TERM; echo; exec sleep 60"]  # the process still exists at each check
     with subprocess.Popen(ignores, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()

@@ -1,4 +1,4 @@
-"""A controller's passes: what it answers, what it starts, and when."""
+"""Tests the passes of a controller: its decisions, the attempts that it starts, and the times of both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POLICY = Restarts.parse("3,backoff=4s:8s")
 
 
 class FakeStarter:
-    """Remembers what it was to start."""
+    """Records the attempts that it should start."""
 
     def __init__(self, how: str = "fork", ranks: range = range(4)) -> None:
         self.how, self.ranks = how, ranks
@@ -68,7 +68,7 @@ class Scene:
 
     @property
     def told(self) -> list[Decision]:
-        """What controllers added to the log."""
+        """The entries that controllers have added to the log."""
         return [entry for entry in DecisionLog(self.store, "run").read() if entry.nonce not in self._added]
 
     def add(self, entry: Decision, ahead_s: float = 0.0) -> None:
@@ -214,7 +214,9 @@ def test_a_fork_leaves_what_a_user_resumes_to_the_users_process(scene: Scene) ->
 
 
 def test_an_end_is_answered_again_after_a_resume_that_came_late(scene: Scene) -> None:
-    """A person looked, slept, and resumed as attempt 1 what had ended as attempt 1 meanwhile, and was decided."""
+    """A user's resume read the log, waited for long, and then named attempt 1, which had ended and been decided about
+    meanwhile.
+    """
     controller = scene.controller(starter := FakeStarter())
     controller.advance(snapshot(end(attempt=1, saved_marks=1)))
     scene.add(Decision(kind="resume", start={0: 1}))
@@ -250,7 +252,7 @@ def test_a_rank_that_no_one_launched_is_not_started(scene: Scene) -> None:
 
 
 def test_what_no_one_could_read_is_not_added(scene: Scene) -> None:
-    """It would be the end of the log."""
+    """Such an entry would stop all later decisions."""
     controller = scene.controller(FakeStarter())
     with pytest.raises(CorruptObjectError, match="'start' is an object"):
         controller.advance(snapshot(end(attempt=10_000, saved_marks=1)))

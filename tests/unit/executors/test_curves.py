@@ -1,4 +1,4 @@
-"""The curves of a run's page: how they are thinned, what is drawn through them, and how many values they have."""
+"""Tests the curves of a run's page: how they are thinned, the mean line, and the number of values."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_loss_that_was_computed_before_a_round_is_not_called_the_first_after_i
     shown = document(made)["curves"]["shown"]
     assert list(shown[0]["above"]) == [ANCHOR]
     rows = made.metrics.numbers
-    sparse = [row for row in rows if row.values["step"] % 10 == 0]  # as loops do that report after a round
+    sparse = [row for row in rows if row.values["step"] % 10 == 0]  # loops that report after a round have such values
     object.__setattr__(made.metrics, "rows", [*sparse, *made.metrics.rounds])
     made.metrics.__dict__.pop("numbers", None)
     assert list(curves(made.metrics)["shown"][0]["above"]) == ["median of replicas"]
@@ -68,7 +68,7 @@ def test_a_run_that_reported_a_few_times_says_how_its_loss_went() -> None:
 
 
 def with_attempts(made: Subject, n: int) -> Subject:
-    """Return a run as if each of its ranks had been started so many times, one attempt after the other."""
+    """Return a run as if each rank had this number of attempts, one after the other."""
     metrics, n_rounds = made.metrics, 1 + max(row.entry for row in made.metrics.rounds)
     last = max(row.values["step"] for row in metrics.numbers)
 

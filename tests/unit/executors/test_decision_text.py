@@ -1,4 +1,4 @@
-"""What was decided, as people read it."""
+"""Tests the texts of decisions that users read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AGAIN = "`replicas resume otter --rank 3` tries again."
 
 
 def answered(*ends: Outcome, policy: str = "3") -> list[Decision]:
-    """The log after ends, each answered by the rules."""
+    """Return the decision log after some ends, with the decisions of the rules."""
     log: list[Decision] = []
     for end in ends:
         facts = RunFacts(run_id="otter", world_size=8, launched_at=0.0, has_progress=True)

@@ -1,4 +1,4 @@
-"""The log of decisions, and what follows an end."""
+"""Tests the decision log: reading, appending, and the decisions that follow an end."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_of_two_writers_the_second_computes_again_behind_the_first() -> None:
 
 
 class LateReader(MemoryStore):
-    """Finds each object only from the second look on that comes after it was written."""
+    """A store that shows each object only at the second look after it was written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def test_a_log_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Bucket(MemoryStore):
-    """A store that is far away, with a log of so many decisions; it counts what is asked of it, and can fail."""
+    """A distant store with a log of n decisions. It counts requests, and can fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, n_decisions: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Entrypoints: the forms that are understood, and what is said of those that are not."""
+"""Tests the accepted forms of entrypoints, and the errors for others."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_module_that_only_a_finder_of_its_own_finds_is_found_without_running_i
     (package / "sub" / "trainer.py").write_text(TRAIN)
 
     class Finder:
-        """What setuptools installs for a project in `pip install -e`."""
+        """A finder like the one that setuptools installs for `pip install -e`."""
 
         @staticmethod
         def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:

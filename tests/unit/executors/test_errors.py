@@ -1,4 +1,4 @@
-"""What several errors share: their messages, and that they travel between processes."""
+"""Tests properties of all errors: their messages, and that they can be pickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened in a run, derived from made-up records: events, uptime, and which ranks want somebody to look."""
+"""Tests the events of a run, its uptime, and the ranks that need attention, with invented records."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class MadeUp:
 
 @pytest.fixture
 def run() -> MadeUp:
-    """Rank 1 is killed at 1040 and comes back at 1050."""
+    """A run whose rank 1 is killed at 1040 s and comes back at 1050 s."""
     made = MadeUp()
     made.claim(0, 0, 1010.0, {"t": 0.5, "cpu": 1, "rss": 1}, {"t": 2.5, "step": 1, "loss": 3.0})
     made.claim(1, 0, 1011.0)
@@ -267,7 +267,10 @@ def test_what_a_rank_was_down_is_told_from_its_ends_and_claims(run: MadeUp) -> N
 
 
 def test_uptime_reads_attempts_at_once(run: MadeUp, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a bucket, of all ranks together: else each of hundreds of attempts takes round trips of its own."""
+    """At a bucket, all attempts are read in parallel.
+
+    Otherwise each of hundreds of attempts would cost separate round trips.
+    """
     n_attempts, met = 10, threading.Barrier(20)
     for rank in (0, 1):
         for number in range(n_attempts):
@@ -280,7 +283,7 @@ def test_uptime_reads_attempts_at_once(run: MadeUp, monkeypatch: pytest.MonkeyPa
 
     def counted(key: str, **part: Any) -> memoryview:
         if key.endswith("started.json"):
-            met.wait(30)  # all are under way
+            met.wait(30)  # all reads are running
         return get(key, **part)
 
     monkeypatch.setattr(run.store, "get", counted)

@@ -1,4 +1,4 @@
-"""What a run measured, as tables and as TensorBoard's event files, read back by what reads them elsewhere."""
+"""Tests exports of measurements, as tables and as TensorBoard's event files, with the programs that read them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write(folder: Path, metrics: Metrics, *, is_over: bool = True, launched_at: 
 
 
 def points(folder: Path) -> dict[str, dict[str, list[tuple[float, int, float]]]]:
-    """Return by folder and name the points that TensorBoard has: wall time, step, value."""
+    """Return the points that TensorBoard reads, by folder and name: wall time, step, value."""
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
     found: dict[str, dict[str, list[tuple[float, int, float]]]] = {}
@@ -48,7 +48,7 @@ def points(folder: Path) -> dict[str, dict[str, list[tuple[float, int, float]]]]
 
 
 def until(metrics: Metrics, second: float) -> Metrics:
-    """Return what was known at a second of a run that goes on."""
+    """Return the rows that were known at a given second of a run that continues."""
     rows = [row for row in metrics.rows if metrics.at(row) <= second]
     spans = [replace(span, outcome=None, ended_s=None) for span in metrics.attempts if span.started_s <= second]
     return replace(metrics, rows=rows, attempts=spans)

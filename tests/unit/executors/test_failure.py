@@ -1,4 +1,4 @@
-"""What an exception of the user's code leaves in its outcome."""
+"""Tests the part of an outcome that describes an exception of the user's code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def inner(text):
 
 
 def failure_of(file: str) -> dict[str, str | None]:
-    """Fail in code of a file, within a library that it calls."""
+    """Return the failure of code in a file that fails in a library that it calls."""
     names: dict[str, object] = {}
     exec(compile(SOURCE, file, "exec"), names)
     try:
@@ -152,7 +152,7 @@ def test_the_summary_of_an_exception_group_names_its_first_leaf_and_frame() -> N
 
 
 def ran_into(function: Callable[..., None], *arguments: object) -> Exception:
-    """Return what a function raises."""
+    """Return the exception that a function raises."""
     with pytest.raises(Exception) as raised:
         function(*arguments)
     return raised.value

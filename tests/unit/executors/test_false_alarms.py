@@ -1,4 +1,4 @@
-"""The page of a calm run accuses no rank of a drift, be its model small or noisy, or a replica killed."""
+"""The page of a calm run reports no rank as drifting, even if the model is small or noisy, or a replica was killed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Measured = dict[tuple[int, int], float]
 
 
 def with_norms(subject: Subject, norms: Measured, weights: Measured) -> None:
-    """Exchange the norms and weights of a made-up run."""
+    """Replace the norms and weights of an invented run."""
     for row in subject.metrics.rounds:
         key = (row.rank, row.entry)
         object.__setattr__(row, "norm", norms.get(key, row.norm))
@@ -33,12 +33,13 @@ def with_norms(subject: Subject, norms: Measured, weights: Measured) -> None:
 
 
 def calm_run(seed: int) -> Subject:
-    """Make up a run as real ones are: 3 to 8 replicas, 4 to 60 rounds, noise by seed, and one kill in every second."""
+    """Invent a run like real ones: 3 to 8 replicas, 4 to 60 rounds, noise by seed, and a kill in every second run."""
     rng = random.Random(seed)
     n, rounds = rng.randint(3, 8), rng.choice([4, 6, 10, 20, 40, 60])
     killed = {1: (rng.randrange(1, rounds - 1),)} if seed % 2 else {}
     subject = made_up(Scene(n=n, rounds=rounds, killed=killed), seed=seed)
-    spread = rng.choice([0.05, 0.2, 0.5, 1.0])  # of the logarithm: 1.0 is a small model near its optimum
+    # the standard deviation of the logarithm; 1.0 is a small model near its optimum
+    spread = rng.choice([0.05, 0.2, 0.5, 1.0])
     norms, weights = Measured(), Measured()
     for row in subject.metrics.rounds:
         key = (row.rank, row.entry)

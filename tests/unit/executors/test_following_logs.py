@@ -1,4 +1,4 @@
-"""Many ranks are followed at the same time, each line once and in order, whatever one of them does."""
+"""Many logs are followed at the same time. Each line comes once and in order, whatever one rank does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE_S = 60.0
 
 
 class Scripted:
-    """A log whose every reading is a call; whole as soon as it was written."""
+    """A log that counts its readings, and has all lines as soon as they were written."""
 
     note = cut = ""
     may_lag = False
@@ -46,7 +46,7 @@ class Scripted:
 
 
 class Scene:
-    """A run of some ranks; a test says how it goes on."""
+    """A run of some ranks. The test decides how it continues."""
 
     def __init__(self, open_log: Callable[[int, int], Log | None], *, has_ended: bool = False) -> None:
         self._open_log = open_log
@@ -66,7 +66,7 @@ class Scene:
 
 
 def test_all_ranks_are_read_at_the_same_time_and_one_look_is_of_all() -> None:
-    together = threading.Barrier(N, timeout=PATIENCE_S)  # broken where one rank waits for another
+    together = threading.Barrier(N, timeout=PATIENCE_S)  # the barrier breaks if one rank waits for another
 
     def open_log(rank: int, attempt: int) -> Log:
         def read() -> list[str]:
@@ -168,7 +168,8 @@ def test_a_rank_that_is_begun_again_is_followed_on() -> None:
 
 
 def test_an_attempt_that_came_and_went_between_two_looks_is_shown_too() -> None:
-    texts = {0: b"first\n", 2: b"the new traceback\nits end", 3: b"last\n"}  # 1 went on in the log of 0
+    # attempt 1 continued in the log of attempt 0
+    texts = {0: b"first\n", 2: b"the new traceback\nits end", 3: b"last\n"}
     scene = Scene(
         lambda rank, attempt: OffsetLog(lambda offset, n: (texts[attempt][offset or 0 :], len(texts[attempt])))
     )
@@ -211,7 +212,7 @@ def test_what_goes_wrong_in_a_thread_is_raised_where_the_lines_are_read() -> Non
 
 
 class Service:
-    """Keeps the entries of containers, and counts what it is asked."""
+    """A service that stores the log entries of containers, and counts requests."""
 
     def __init__(self) -> None:
         self.start = datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""Which GPUs a local replica gets, by what the kernel says of those that live."""
+"""Tests which GPUs a local replica gets, by the kernel's data about living replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The heartbeat ends when it is stopped: nothing is written behind the outcome."""
+"""The heartbeat ends when it is stopped, so nothing is written after the outcome."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from executors.worker.log_copy import LogCopy
 
 
 class GatedStore(MemoryStore):
-    """Holds every `put` back until the gate is opened."""
+    """A store that delays every `put` until the gate is opened."""
 
     def __init__(self) -> None:
         super().__init__("memory://gated")

@@ -1,4 +1,4 @@
-"""What a launch shows while containers install packages."""
+"""Tests the lines of a launch while containers install packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PENDING = ReplicaState(0, 0, ReplicaStatus.PENDING, doing=INSTALLING)
 
 
 def shown(boot: dict[str, Any] | bytes, *, at: float = BEGAN_AT + 40, state: ReplicaState = PENDING) -> ReplicaState:
-    """Return the state at a time by the reader's clock, of a container that noted this."""
+    """Return the state, at a time of the reader's clock, of a container that has written this record."""
     attempt = Attempt(MemoryStore(), "otter", 0, 0)
     attempt.store.put(attempt.key("boot.json"), boot if isinstance(boot, bytes) else json.dumps(boot).encode())
     return Installations(lambda: 0.0, lambda: at).over(state, attempt, launched_at=LAUNCHED_AT)

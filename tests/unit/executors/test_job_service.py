@@ -1,4 +1,6 @@
-"""How often a service is asked, and asked again; calls that never return; old records; sentences on how a job ended."""
+"""Tests requests to a service: their number, their repetition, calls that never return, old records, and texts about
+ends.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,7 @@ def test_a_budget_fills_again_and_never_holds_more_than_at_the_beginning() -> No
 
 
 class Service(FakeJobs):
-    """Jobs of which nothing is known but their state, and that were started by another process."""
+    """A service with jobs that another process started. It reports only their state."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -112,7 +114,7 @@ class Service(FakeJobs):
 
 
 class ListingService(Service):
-    """One whose list shows every second job alone."""
+    """A service whose list shows only every second job."""
 
     def states(self, jobs: Mapping[JobKey, JobId]) -> dict[JobKey, JobState]:
         self.requests.append(self.clock.now)
@@ -124,7 +126,7 @@ def keys(n: int) -> dict[JobKey, JobId]:
 
 
 def watched(service_class: type[Service], n: int, limit_s: float, *, together: bool) -> list[float]:
-    """Return when the service got a request from somebody who looks at n jobs all the time."""
+    """Return the times at which the service gets a request from a process that watches n jobs."""
     clock = Clock()
     service = service_class(clock)
     states = JobStatePoller(service, clock)
@@ -206,7 +208,7 @@ def test_a_module_is_imported_when_it_is_used_and_its_absence_has_a_message() ->
 
 
 def pauses_before_giving_up(error: JobServiceError, patience_s: float = PATIENCE_S) -> list[float]:
-    """Return the pauses between the tries, when every one ends so."""
+    """Return the pauses between the tries if each try ends with this error."""
     slept: list[float] = []
 
     def fails() -> None:

@@ -1,4 +1,4 @@
-"""What Kubernetes is asked for and what it says, without a server: manifests against the schema, states as a table."""
+"""Tests manifests against the schema, and states as a table, without a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from executors.backends.kubernetes_manifest import group_name, secret_data
 from executors.backends.kubernetes_pods import DELETED_EARLY, TAKEN_BACK, index_of, indexes, ranks_of, state_of
 
 LONG_AGO = datetime.now(UTC) - timedelta(seconds=3700)
-JUST_NOW = datetime.now(UTC) + timedelta(hours=1)  # when this module is loaded: its tests may run long after
+JUST_NOW = datetime.now(UTC) + timedelta(hours=1)  # the time when this module is loaded; its tests may run much later
 DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": "evicting"}
 AWAY = JobState(False, message="its node does not answer", is_unconfirmed=True)
 BEING_DELETED = JobState(True, "lost", None, "its pod is being deleted", is_unconfirmed=True)
@@ -46,7 +46,7 @@ def manifest(*ranks: int, options: dict[str, Any] | None = None, **more: Any) ->
 
 
 CUT_OFF = [
-    {"type": "Ready", "status": "False"},  # as the node controller sets it
+    {"type": "Ready", "status": "False"},  # the node controller sets such a condition
     {"type": "ContainersReady", "status": "True"},
 ]
 NOT_READY = [{"type": kind, "status": "False", "reason": "ContainersNotReady"} for kind in ("Ready", "ContainersReady")]
@@ -119,7 +119,7 @@ PODS: list[tuple[dict[str, Any], JobState]] = [
         JobState(True, "preempted", None, "EvictionByEvictionAPI: evicting", is_unconfirmed=True),
     ),
     ({"phase": "Running", "gone_by": LONG_AGO, **ended(3)}, BEING_DELETED),
-    ({"phase": "Running", **ended(137)}, JobState(False)),  # its kubelet has not said why
+    ({"phase": "Running", **ended(137)}, JobState(False)),  # the kubelet has not reported the reason yet
     ({"phase": "Running", **container({"running": {}}), "conditions": CUT_OFF}, AWAY),
     ({"phase": "Running", **container({"running": {}}), "conditions": NOT_READY}, JobState(False)),
     (

@@ -1,4 +1,4 @@
-"""Bad input is refused before anything is written or started, and says what to do."""
+"""Bad input is refused before anything is written or started, with an error that names the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of launches: which file wins, what is refused, and what is said of it."""
+"""Tests the settings of launches: which file wins, which values are refused, and the messages."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_a_file_above_that_another_user_can_write_is_left_alone(
     file = write(work.parent / "replicas.toml", "n = 2\n")
     me = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: me + 1000)
-    if me == 0:  # what root owns is believed
+    if me == 0:  # a file that root owns is trusted
         os.chown(file, 4711, -1)
     assert read().found == {}
     assert f"{file} belongs to another user and is not read" in capsys.readouterr().err
@@ -288,7 +288,7 @@ def test_a_launch_needs_no_folder_of_settings_that_can_be_looked_at(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write("replicas.toml", "n = 2\n")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / ("x" * 300)))  # which no file system can look for
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / ("x" * 300)))  # such a path cannot exist in any file system
     assert read().found["n",].value == 2
 
     def no_home(name: str) -> str:

@@ -1,4 +1,4 @@
-"""A lease ends the containers of a run that nobody watches, and no others."""
+"""A lease ends the containers of a run that no process watches, and no others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Scene:
         self.store.put(attached_lease_key("run"), to_bytes(asdict(Lease(**lease))))  # type: ignore[arg-type]
 
     def is_over_within(self, minutes: int) -> int | None:
-        """Return after how many minutes it is over."""
+        """Return the number of minutes after which the lease has ended."""
         for minute in range(1, minutes + 1):
             self.now += 60
             if self.watch.has_expired():
@@ -47,7 +47,7 @@ class Scene:
         return None
 
     def is_away(self, minutes: int) -> None:
-        """Have the store fail for a while: meanwhile nothing is over."""
+        """Let the store fail for a while. The lease must not end in that time."""
 
         def fail(key: str, max_bytes: int | None = None) -> memoryview:
             raise StoreError("down")
@@ -99,7 +99,7 @@ def test_looks_that_fail_count_for_nothing(scene: Scene) -> None:
 
 
 def test_a_store_that_was_away_longer_than_the_lease_ends_nothing_when_it_is_back(scene: Scene) -> None:
-    """Whoever renews the lease was without the store, too, and may come to it later than the container."""
+    """The process that renews the lease had no store either, and may reach it later than the container does."""
     scene.write(holder="one", at=1)
     assert scene.is_over_within(5) is None
     scene.is_away(60)
@@ -191,7 +191,7 @@ def test_containers_that_were_released_survive_a_store_that_refuses(
     assert scene.is_over_within(60) is None
 
 
-# A start of its own
+# Detached starts with their own lease
 
 
 def start_of(store: MemoryStore) -> tuple[RunSpec, LeaseHolder]:

@@ -1,4 +1,7 @@
-"""Log files are read exactly and in bounded memory; a log that comes late or is cut off is given whole."""
+"""Log files are read exactly and in bounded memory.
+
+A log that comes late or is cut off is still returned completely.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +131,7 @@ def test_reading_from_an_offset_gives_every_byte_once_and_a_missing_log_is_empty
 
 
 class Scripted:
-    """A run of one rank, whose log gives one answer after the other, and then the last one each time."""
+    """A run of one rank. Its log returns the given answers one after another, and then repeats the last one."""
 
     def __init__(self, answers: tuple[str, ...], kept: str) -> None:
         self.answers = list(answers)
@@ -195,7 +198,7 @@ def test_a_line_that_comes_late_is_not_a_hole_and_is_shown_once() -> None:
 
 
 class Copies(MemoryStore):
-    """A rendezvous in which a log is longer at each look, and its copy holds the last 256 KiB."""
+    """A rendezvous in which a log grows between looks, and its copy holds the last 256 KiB."""
 
     def __init__(self, attempt_key: str, sizes: Sequence[int]) -> None:
         super().__init__()

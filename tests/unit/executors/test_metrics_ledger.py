@@ -1,4 +1,6 @@
-"""Every unit of work has one fate: what is in the ledger is what was made, however replicas were killed."""
+"""Every unit of work has exactly one fate: the sum of the ledger is the work that was done, however replicas were
+killed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from executors.metrics.ledger import Life, Work, make_ledger
 from executors.metrics.rows import Round, Verdict
 
 START_S, MOVE_S = 3.0, 0.5
-"""How long replicas take until they train, and rounds beside their waiting."""
+"""Seconds until replicas train, and seconds of a round in addition to its wait."""
 
 
 def a_round(entry: int, t: float, verdict: Verdict = "counted", weight: float = 10.0, **more: Any) -> Round:
@@ -32,7 +34,7 @@ def a_life(*rounds: Round, alive_s: float, has_failed: bool = False, left: float
 
 @dataclass
 class Trainer:
-    """A replica that makes one unit of work a second, and says what its rounds were."""
+    """A replica that does one unit of work a second, and reports its rounds."""
 
     rank: int
     n_fragments: int
@@ -80,7 +82,7 @@ class Trainer:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[int, list[tuple[Life, Work]]]:
-    """Draw what the replicas of a run did: some carry, drop, die in training or after they sent, and come back."""
+    """Draw a random run, in which some replicas carry or drop work, die in training or after sending, and come back."""
     n_ranks, n_fragments = draw(st.integers(2, 4)), draw(st.integers(1, 3))
     steps_s = draw(st.sampled_from([4.0, 12.0]))
     trainers, now = {rank: Trainer(rank, n_fragments, 0, -START_S) for rank in range(n_ranks)}, 0.0
@@ -102,7 +104,7 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[tuple[Life, Work]]]:
         events: dict[int, Any] = {
             rank: draw(st.sampled_from([*["counted"] * 6, "carried", "dropped", "killed", "sent"])) for rank in trainers
         }
-        events[min(trainers)] = "counted"  # somebody sees the seal
+        events[min(trainers)] = "counted"  # some replica reads the seal
         for rank in trainers:
             trainers[rank].train(steps_s)
         wait_s = draw(st.sampled_from([0.0, 2.0]))
@@ -150,7 +152,7 @@ def test_counted_carried_dropped_and_lost_are_together_what_was_made(
 def rank_of_two(
     rank: int, n: int, *, every_s: float = 12.0, alive_s: float | None = None, alone_from: int = 999
 ) -> Life:
-    """A replica that has a round every twelve seconds; from one on, its peer is not in them any more."""
+    """A replica that has a round every twelve seconds. From a given round on, its peer takes no part."""
     rounds = [a_round(k, (k + 1) * every_s, ranks=(0, 1) if k < alone_from else (0,), train_s=10.0) for k in range(n)]
     return a_life(*rounds, alive_s=alive_s or n * every_s, rank=rank)
 

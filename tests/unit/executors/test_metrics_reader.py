@@ -1,4 +1,4 @@
-"""Segments become rows on one time line; what does not fit is named, and hides nothing else."""
+"""Segments become rows on one time line. Lines that do not fit are named, and hide no other lines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T0 = 1.7e9
 
 
 class Scene:
-    """A run of two whose segments are written by hand."""
+    """A run of two replicas whose segments the test writes."""
 
     def __init__(self) -> None:
         self.store = MemoryStore()
@@ -83,7 +83,7 @@ def test_the_newest_rounds_are_in_the_newest_segment_that_has_any() -> None:
 
 
 def long_run(n_segments: int = 100, n_ranks: int = 2) -> Scene:
-    """A run in which each round counts everybody: one a second, ten in each segment."""
+    """A run in which each round counts all replicas, with one round a second and ten in each segment."""
     scene, n_rounds = Scene(), 10 * n_segments
     for rank in range(n_ranks):
         scene.claim(T0, rank=rank)
@@ -176,7 +176,7 @@ def test_a_line_that_does_not_fit_is_named_and_the_others_are_read(line: Any, sa
 
 
 def test_numbers_that_are_not_finite_or_too_large_are_left_out_and_counted() -> None:
-    values = ["NaN", "Infinity", "-1e999", "1" + 400 * "0", "1.7e308"]  # sums of the last one overflow
+    values = ["NaN", "Infinity", "-1e999", "1" + 400 * "0", "1.7e308"]  # the sums of the last row overflow
     found = Scene().segment(NUMBERS, *(f'{{"t":{n},"step":{n},"loss":{v}}}' for n, v in enumerate(values, 1))).read()
     assert [dict(row.values) for row in found.numbers] == [
         {"step": 3, "loss": 2.5},
@@ -313,7 +313,7 @@ def test_at_a_bucket_each_object_is_asked_for_once_and_many_at_a_time(monkeypatc
     def counted(key: str, **part: Any) -> memoryview:
         asked.append(key)
         if "/metrics/" in key:
-            both.wait(30)  # a second one is under way
+            both.wait(30)  # a second read is running
         return get(key, **part)
 
     monkeypatch.setattr(scene.store, "get", counted)

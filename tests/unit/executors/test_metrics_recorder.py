@@ -1,4 +1,4 @@
-"""What a replica reports becomes lines of write-once segments: few enough, none that matters lost, none twice."""
+"""The reports of a replica become lines of write-once segments: not too many, no important one lost, and none twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROUND = {"entry": 0, "verdict": "counted"}
 
 
 class FailingStore(MemoryStore):
-    """Fails while it is told to, before or after it has written."""
+    """A store that fails while a test wants it to, before or after it has written."""
 
     fails: str | None = None
 
@@ -33,7 +33,7 @@ class FailingStore(MemoryStore):
 
 
 class Scene:
-    """A recorder on a clock that is set by hand."""
+    """A recorder with a clock that the test sets."""
 
     def __init__(self, url: str = "memory://") -> None:
         self.now, self.store = 100.0, FailingStore()
@@ -47,7 +47,7 @@ class Scene:
         return self
 
     def segments(self) -> list[list[dict[str, Any]]]:
-        """Return the lines of each segment, but for those about usage."""
+        """Return the lines of each segment, except the lines about usage."""
         found = list(self.store.list("run/metrics/"))
         assert [entry.key for entry in found] == [f"run/metrics/0003/1/{n:06d}.jsonl" for n in range(len(found))]
         lines = [[json.loads(line) for line in bytes(self.store.get(e.key)).splitlines()] for e in found]

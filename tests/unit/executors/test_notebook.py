@@ -1,4 +1,4 @@
-"""What a notebook shows of a run, and the thread that renews it."""
+"""Tests the picture of a run in a notebook, and the thread that updates it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def shown(look: Callable[[], RunStatus], view: NotebookView) -> Display:
 
 
 class Recorded(NotebookView):
-    """Keeps what it would show."""
+    """A display that records everything that it should show."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def drawn(curves: Curves) -> list[list[tuple[float, float]]]:
 
 
 def test_the_curves_of_many_attempts_stay_small() -> None:
-    """A rank that came back is drawn on, where its step goes on."""
+    """The curve of a rank that came back continues at its step."""
     curves = Curves()
     for attempt in range(500):
         for step in range(100 * attempt, 100 * attempt + 90, 10):

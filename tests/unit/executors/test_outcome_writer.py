@@ -1,4 +1,4 @@
-"""An end that the store does not take is tried again, as long as it is worth it."""
+"""If the store does not accept a record of an end, the write is repeated for a limited time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATIENCE_S = 10.0
 
 
 class FailingStore(MemoryStore):
-    """A store that takes nothing below some prefixes."""
+    """A store that refuses writes below some prefixes."""
 
     fails_below: tuple[str, ...] = ()
     failure: type[StoreError] = StoreError
@@ -28,7 +28,7 @@ class FailingStore(MemoryStore):
 
 
 class Scene:
-    """A supervisor of two ranks, which have ended while their store took nothing."""
+    """A supervisor of two ranks, which have ended while their store refused writes."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -44,7 +44,7 @@ class Scene:
             self.ends.add(Attempt(self.store, "run", rank), "no_result", "Gone.", exit_code=3)
 
     def recorded_within(self, n_s: int) -> list[int]:
-        """Return which ranks have ended as far as the log says, so many seconds later."""
+        """Return the ranks whose end is recorded after a number of seconds."""
         for _ in range(n_s):
             self.now += 1
             self.ends.try_again()
@@ -82,7 +82,7 @@ def test_a_supervisor_with_nothing_else_to_do_waits_for_the_store_only_so_long()
 
 
 class Refused(StoreError):
-    """What only a user at the store can change."""
+    """An error of the store that only a user can repair."""
 
     refusal = "permission"
 

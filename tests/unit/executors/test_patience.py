@@ -1,4 +1,4 @@
-"""Waiting for a store that fails, on a clock that only the test moves: how long it lasts, and what is said of it."""
+"""Tests waiting for a store that fails, on a clock that only the test moves: the duration and the messages."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ MINUTE = 60.0
 
 
 class Refused(StoreError):
-    """What only a user at the store can change."""
+    """An error of the store that only a user can repair."""
 
     refusal = "permission"
 
 
 class Scene:
-    """A process that waits, and what it says."""
+    """A process that waits, and the lines that it prints."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -45,7 +45,7 @@ class Scene:
         self.now += seconds
 
     def is_asked(self, error: StoreError, for_s: float) -> str:
-        """Ask a store that fails for so long; return its answer."""
+        """Return the answer of a store that first fails for a number of seconds."""
         back_at = self.now + for_s
 
         def act() -> str:

@@ -1,4 +1,4 @@
-"""What a pickled call needs of the modules of whoever loads it."""
+"""Tests which modules a process needs in order to load a pickled call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a run is: the rate measured beside a replica, what is left of it, and how both are drawn."""
+"""Tests the progress of a run: the rate of steps, the remaining time, and their display."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def drawn(table: Any, width: int) -> list[str]:
     [
         ([(0, 5)], 9, None),
         ([(0, None), (1, 10), (2, 20), (3, 30)], 3, 10),
-        ([(0, 0), (1, 0), (60, 1), (61, 1), (120, 2)], 179, 1 / 60),  # slower than the looks
+        ([(0, 0), (1, 0), (60, 1), (61, 1), (120, 2)], 179, 1 / 60),  # steps are slower than the measurements
         ([(t, 100 * t) for t in range(101)], 100, 100),
-        ([(t, 10 * t) for t in range(11)], 31, 10 * 10 / 30),  # it stands still
-        ([(0, 10), (1, 20), (61, 620)], 61, 10),  # what the others did while it was away comes at once
+        ([(t, 10 * t) for t in range(11)], 31, 10 * 10 / 30),  # no step is made
+        ([(0, 10), (1, 20), (61, 620)], 61, 10),  # the steps that others made while the replica was away come at once
         ([(0, 100), (1, 110), (2, 50), (3, 53), (4, 56)], 4, 3),  # back to a checkpoint
         ([(0, math.nan), (1, 10**400), (2, math.inf), (3, 1), (4, 2)], 4, None),
     ],

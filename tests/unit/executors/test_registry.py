@@ -1,4 +1,4 @@
-"""From a backend's name to an executor."""
+"""Tests how the name of a backend leads to an executor."""
 
 from __future__ import annotations
 

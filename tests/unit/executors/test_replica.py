@@ -1,4 +1,4 @@
-"""What a process knows of itself as a replica, also when `replicas` did not start it."""
+"""Tests the `Replica` of a process, also of a process that `replicas` did not start."""
 
 from __future__ import annotations
 

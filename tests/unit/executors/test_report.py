@@ -1,4 +1,4 @@
-"""What the page of a run says and holds, without a browser: numbers, thinning, the time line, and hostile text."""
+"""Tests the content of a run's page without a browser: numbers, thinning, the time line, and hostile text."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_the_six_numbers_are_sums_over_the_rows(kills: tuple[Subject, Document])
 def test_rounds_of_replicas_that_never_lived_are_shown_without_shares_of_their_time() -> None:
     subject = SCENES["beside"]()
     unborn = [replace(span, ended_s=span.started_s) for span in subject.metrics.attempts]
-    rows = [replace(row, t=0.0) for row in subject.metrics.rounds]  # as somebody may write who owns the bucket
+    rows = [replace(row, t=0.0) for row in subject.metrics.rounds]  # a hostile owner of the bucket may write this
     made = document(replace(subject, metrics=replace(subject.metrics, attempts=unborn, rows=rows)))
     assert (made["numbers"]["waiting"], made["rounds"]["n"] > 0) == (None, True)
     assert "<dt>Waiting for others</dt><dd>—</dd>" in page(made)
@@ -373,7 +373,7 @@ def test_texts_and_numbers_are_written_for_people() -> None:
     assert one_line(f" {HOSTILE} ").endswith("onerror='window.pwned = 2'>")
 
 
-# What is vendored
+# Vendored files
 
 UPLOT, VERSION = ASSETS / "uplot", "1.6.32"
 

@@ -1,4 +1,4 @@
-"""What a replica elsewhere needs installed: our dependencies as they are here, and the user's."""
+"""Tests the packages that a remote replica installs: this project's dependencies in the local versions, and the user's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PINS = tuple(f"{name}=={version(name).partition('+')[0]}" for name in OURS)
 
 
 def requirements_of(pip: Sequence[str], root: Path, script: Path | None = None) -> tuple[str, ...]:
-    """Return ours and the user's in one."""
+    """Return the requirements of this project and of the user in one list."""
     ours, users = requirements.requirements_of(pip, root, script)
     return (*ours, *users)
 

@@ -1,4 +1,4 @@
-"""A run with restarts, seen from outside: what is pending, what is final, what is said of it, and the exit code."""
+"""Tests how a run with restarts is shown: pending and final ends, the texts, and the exit code."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run_of(
     store: MemoryStore | None = None,
     **record: Any,
 ) -> Run:
-    """A run whose ranks' first attempts ended so; None: it trains."""
+    """A run whose ranks' first attempts have these outcomes. None: the rank still trains."""
     store = store or MemoryStore("restarts")
     written = run_json(world_size=len(ends), restarts=restarts, **record)
     store.put("wide/run.json", json.dumps(written).encode())
@@ -72,7 +72,7 @@ def write(store: Store, rank: int, name: str, value: object, attempt: int = 0) -
 
 
 class EndsOfOneProcess(MemoryStore):
-    """Where rank 1 is found to have ended while the end of rank 0 is answered: both had one supervisor."""
+    """Rank 1 is found to have ended while the end of rank 0 is decided, because both had the same supervisor."""
 
     def put_if_absent(self, key: str, data: Data) -> bool:
         if key == "wide/decisions/000000.json":
@@ -81,7 +81,7 @@ class EndsOfOneProcess(MemoryStore):
 
 
 def add(run: Run, entry: Decision) -> None:
-    """Add an entry to its log; one that says no time is made now."""
+    """Add an entry to the run's log. Without a time, it is made now."""
     entry = replace(entry, at=entry.at or time.time())
     number = sum(1 for _ in view_of(run).store.list("wide/decisions/"))
     view_of(run).store.put(f"wide/decisions/{number:06d}.json", replace(entry, nonce=f"n{number}").to_bytes())
@@ -122,7 +122,7 @@ def test_the_process_that_keeps_a_run_answers_ends_that_it_finds_last(watch: Cal
 
 
 class CountedLog(MemoryStore):
-    """A store that is far away, which counts how often each decision was read."""
+    """A distant store that counts how often each decision was read."""
 
     def __init__(self) -> None:
         super().__init__("restarts")
@@ -231,7 +231,7 @@ def test_a_rank_that_is_just_found_lost_waits_for_a_controller_at_once_if_no_pro
 
 
 class Watched(LocalProcessExecutor):
-    """Its supervisors live, or not."""
+    """A backend that reports whether supervisors are alive."""
 
     def __init__(self, is_alive: bool) -> None:
         super().__init__(preload=())

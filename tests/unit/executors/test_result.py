@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from executors.errors import ResultError
 from executors.worker.result import to_json_value
 
-TEXTS = st.text('a"\\/ \n\0\x1f\x7fé\u2028\ufeff\uffff🦦')  # of all letters, a table of them is made first: seconds
+# to draw from all characters takes seconds, because Hypothesis first makes a table of them
+TEXTS = st.text('a"\\/ \n\0\x1f\x7fé\u2028\ufeff\uffff🦦')
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS,
     lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner),

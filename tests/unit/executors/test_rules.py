@@ -1,4 +1,4 @@
-"""What follows an end, rule by rule: `decide`."""
+"""Tests `decide` rule by rule: the decision that follows an end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def end(rank: int = 0, attempt: int = 0, reason: str = "signal", **more: Any) ->
 
 
 def answers(policy: str, *ends: Outcome, at: Sequence[float] = (), facts: RunFacts = FACTS) -> list[Decision]:
-    """Answer ends one after the other, by default at the same time."""
+    """Decide about ends one after the other. By default they have the same time."""
     log: list[Decision] = []
     for number, each in enumerate(ends):
         now = at[number] if at else 1.0
@@ -47,7 +47,7 @@ def answers(policy: str, *ends: Outcome, at: Sequence[float] = (), facts: RunFac
 
 
 def ended_for_want_of_a_store(has_result: bool = False, store_failed: bool = True) -> tuple[RunningAttempt, int]:
-    """Return a process that claimed nothing, or could not record how it ended, and its exit code."""
+    """Return the outcome of a process that had no claim, or could not record its end."""
     page, attempt = SharedPage(), Attempt(MemoryStore(), "run", 0)
     page.has_result, page.store_failed = has_result, store_failed
     spec = run_spec("run", "memory:", "", 1, (0,))
@@ -111,7 +111,10 @@ def test_what_fails_everywhere_before_any_progress_stops_the_run() -> None:
 
 
 def test_what_fails_on_one_of_several_backends_does_not_stop_those_of_another() -> None:
-    """Two local ranks in one environment that lacks a module say nothing of the jobs that still wait in a queue."""
+    """Two local ranks fail because a module is missing there.
+
+    That proves nothing about jobs that still wait in a queue.
+    """
     facts, policy = (
         replace(EARLY, rank_groups=(frozenset({0, 1}), frozenset({2, 3}))),
         Restarts.parse("3,no_progress=9"),
@@ -130,7 +133,7 @@ def test_what_fails_on_one_of_several_backends_does_not_stop_those_of_another() 
 
 
 def failure_of(error: Exception, while_handling: Exception | None = None) -> dict[str, Any]:
-    """Return what an outcome has of an exception of the entrypoint."""
+    """Return the failure in an outcome for an exception of the entrypoint."""
     try:
         try:
             if while_handling is not None:
@@ -186,7 +189,7 @@ def test_an_oom_is_called_that_even_if_the_clock_was_set_since_the_process_began
 
 
 def ascending() -> Callable[[], int]:
-    """Return a counter that is one higher each time it is read twice: once to see whether it is there."""
+    """Return a counter that grows after every second read. The first of two reads only checks that it exists."""
     numbers = itertools.count()
     return lambda: next(numbers)
 
@@ -197,7 +200,7 @@ def sigkilled(running: Any, kills: MemoryKills) -> tuple[str | None, str | None]
 
 @pytest.fixture
 def unreadable_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the kernel's log, as from every user but root."""
+    """Hide the kernel's log, which only root may read."""
     monkeypatch.setattr("executors.supervisor.memory_kills.killed_for_memory", lambda pid, since: None)
 
 
@@ -259,7 +262,7 @@ def test_waits_double_without_progress_and_are_spread() -> None:
 
 
 def test_only_the_first_end_that_costs_nothing_is_restarted_at_once() -> None:
-    """Else a command that leaves with a free exit code at its first line would be started some times a second."""
+    """Otherwise a command that exits at once with a free exit code would be started several times a second."""
     waits = [entry.not_before - 1.0 for entry in answers("0,75=inf", *FREE)]
     assert waits[0] == 0.0
     assert 0.5 <= waits[1] < waits[2] < waits[3]

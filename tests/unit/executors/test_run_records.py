@@ -1,4 +1,4 @@
-"""Runs whose records moved, broke, or say more than one line."""
+"""Tests runs whose records were moved, are damaged, or have texts of several lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run's status says when fewer replicas than asked for are enough, and of hosts whose clocks are wrong."""
+"""Tests the status of runs with `min_replicas`, and of runs on hosts whose clocks are wrong."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_round_that_stands_still_is_reported_once_with_the_command_that_delete
 
 
 def test_a_heartbeat_can_name_no_object_but_one_of_a_round_of_its_run() -> None:
-    """Whoever reads the line is advised to delete the object."""
+    """The line advises to delete the object, so it must not name any other object."""
     assert standing(replace(STANDS, key="other/diloco/main/seal/1")).standstills == []
     beat = Beat(5.0, {}, WarningCount(1, "a text", 5.0, STANDS)).to_bytes()
     assert Beat.parse(beat).warned == WarningCount(1, "a text", 5.0, STANDS)

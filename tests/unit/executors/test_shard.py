@@ -130,18 +130,18 @@ class OfAnEpoch:
 
 
 class SquaresOfAnEpoch(OfAnEpoch, Squares):
-    """One that has a length."""
+    """A data set of an epoch that has a length."""
 
 
 class StreamOfAnEpoch(OfAnEpoch, Stream):
-    """One that has none."""
+    """A data set of an epoch without a length."""
 
 
 @pytest.mark.parametrize("kind", [SquaresOfAnEpoch, StreamOfAnEpoch])
 def test_a_share_hears_of_the_epoch_as_its_data_set_does(kind: type[Any]) -> None:
     share = replica(0, 2).shard(kind())
     for each in (share, pickle.loads(pickle.dumps(share))):
-        each.set_epoch(3)  # as accelerate does, where there is such a method
+        each.set_epoch(3)  # accelerate calls this method if it exists
         assert each.dataset.epoch == 3
     assert not hasattr(replica(0, 2).shard(Stream()), "set_epoch")
 
@@ -255,7 +255,7 @@ def test_the_share_of_a_stream_with_a_length_has_its_own_length() -> None:
 
 
 class Pictures(Dataset[int]):
-    """As those of torchvision."""
+    """A data set like those of torchvision."""
 
     def __init__(self) -> None:
         self.classes = ["cat", "dog"]
@@ -338,13 +338,13 @@ def test_a_copy_of_a_share_has_the_same_items_and_attributes(copied: Callable[[A
     share.transform = negative
     again = copied(share)
     assert (plain(again), again.classes) == (plain(share), share.classes)
-    again.set_epoch = print  # as a trainer does: it stays on the share
+    again.set_epoch = print  # a trainer sets this attribute, which stays on the share
     assert "set_epoch" not in vars(again.dataset)
 
 
 def test_an_unpickled_share_without_a_data_set_does_not_search_attributes_forever() -> None:
     empty = object.__new__(type(replica(1, 2).shard(Pictures())))
-    assert not hasattr(empty, "classes")  # else this is a RecursionError
+    assert not hasattr(empty, "classes")  # otherwise this is a RecursionError
     assert not hasattr(empty, "dataset")
 
 
@@ -393,7 +393,7 @@ def test_a_slice_or_a_list_of_numbers_gives_the_same_items_as_the_data_set() -> 
 
 
 class NegativeSteps(Sequence[int]):
-    """A sequence of one's own, with an attribute."""
+    """A user's own sequence, with an attribute."""
 
     classes = ("cat", "dog")
 

@@ -1,4 +1,4 @@
-"""The bytes of a signed outcome, as ADR 0037 has them, and what is read where another object stands in its place."""
+"""Tests the bytes of a signed outcome by ADR 0037, and reading if another object is in its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of the answers of Slurm's commands, and which are given. No cluster is asked here."""
+"""Tests the commands for Slurm and the reading of their answers, without a cluster."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NO_LOG = (
 
 @pytest.fixture
 def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the commands: what a file there prints on stderr, a command fails with."""
+    """The folder of fake commands. A command prints the content of its file on stderr and fails."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     for name in ("sbatch", "squeue", "scancel"):
         script = tmp_path / name
@@ -214,7 +214,7 @@ def test_slurm_is_checked_with_the_time_that_is_asked_for(answer: Path, monkeypa
         checking.start_jobs([job])
         lines = (answer / "asked").read_text().splitlines()
         assert [line.partition("--time=")[2].split()[0] for line in lines] == [*tested, asked]
-        SlurmJobs(log_dir=str(answer)).start_jobs([job])  # as a resume from elsewhere
+        SlurmJobs(log_dir=str(answer)).start_jobs([job])  # like a resume from another machine
         assert (answer / "asked").read_text().splitlines()[-1] == lines[-1]
         assert f"--time={asked}" in checking.describe(job)["command"]
 
@@ -246,7 +246,7 @@ def test_a_run_that_is_removed_leaves_no_log_in_its_log_dir(
     store, executor = store_at(tmp_path / "runs"), SlurmExecutor(log_dir=str(tmp_path / "logs"))
     spec = create_run(store, "otter", "job:main", {}, 1, backend="slurm")
     attempt = Attempt(store, "otter", 0)
-    for launched_at in (spec.launched_at, 1.0):  # and of a run of this id at another time
+    for launched_at in (spec.launched_at, 1.0):  # and the jobs of an earlier run with the same id
         executor.service.start_jobs([JobSpec(JobKey.of(attempt, launched_at), ("true",), (), {}, {})])
     attempt.record(attempt.new_outcome(ReplicaStatus.CANCELLED, "cancelled"))
     assert len([*(tmp_path / "logs" / "otter").iterdir()]) == 2

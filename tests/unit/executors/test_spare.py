@@ -1,4 +1,4 @@
-"""What a spare makes of a run that it looks at: whom it takes for lost, and what it takes over."""
+"""Tests the decisions of a spare: which ranks count as lost, and which attempts it takes over."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_rank_that_beats_is_left_alone_and_one_that_stands_still_is_taken_over
 
 
 def test_a_store_that_was_away_for_long_makes_no_rank_lost_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks could not beat, either, and may come to it later than the spare."""
+    """The ranks could not beat either, and may reach the store later than the spare does."""
     scene = Scene()
     spare = scene.spare()
     scene.look(spare, for_s=2 * LOOK_S, beating=(0, 1))

@@ -1,4 +1,4 @@
-"""`start_attempts`: what is written, started and undone, in which order, at whichever step a start fails."""
+"""Tests `start_attempts`: the order of writes, starts and cleanup, for a failure at each step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNDONE_WITHOUT_A_BACKEND = ["prepare", "lease.end", "undo []"]
 
 
 class Recorder(InlineExecutor):
-    """A backend of a service that notes each call, and starts what it is asked for."""
+    """A backend of a service that records each call, and starts all requested ranks."""
 
     ends_jobs = True
 
@@ -63,7 +63,7 @@ class Lease(LeaseHolder):
 
 
 def started(step: str | None, error: BaseException, *, undoes: bool = True) -> list[str]:
-    """Start ranks 0 and 1, then rank 2; return what happened. The start fails at a step."""
+    """Start ranks 0 and 1, then rank 2, with a failure at a step. Return the recorded calls."""
     events: list[str] = []
 
     def fail(reached: str) -> None:

@@ -1,4 +1,4 @@
-"""A faulty store fails as it is asked to, and chaos injects what its specs say."""
+"""A faulty store fails as planned, and chaos injects the faults of its specs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What only a directory promises: plain files, mapped reads, writes without a name, and objects made on the way."""
+"""Tests promises that only a directory store makes: plain files, mapped reads, writes without a name, and streamed
+objects.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def test_two_stores_on_one_directory_are_one_store(tmp_path: Path, monkeypatch: 
     first = FileStore(Path("here"))
     (tmp_path / "link").symlink_to(tmp_path / "here")
     assert open_store(tmp_path / "link").url == (tmp_path / "link").as_uri()
-    monkeypatch.chdir("/")  # a relative root stays where it was
+    monkeypatch.chdir("/")  # a relative root does not follow a change of the working directory
     assert first.url == (tmp_path / "here").as_uri()
     assert first.put_if_absent("a/b", b"1")
     for place in (tmp_path / "here", first.url, tmp_path / "link"):
@@ -146,7 +148,7 @@ def test_unfinished_files_are_never_objects(root: Path) -> None:
     (root / ".unfinished~").mkdir()
     (root / ".unfinished~/leftover").write_bytes(b"half")
     for prefix in ("", ".", ".unfinished", ".unfinished~", ".unfinished~left", ".unfinished~/", ".unfinished~/left"):
-        with contextlib.suppress(ValueError):  # refused is as good
+        with contextlib.suppress(ValueError):  # an error is acceptable, too
             assert list(store.list(prefix)) == [], prefix
     for key in (".unfinished~leftover", ".unfinished~/leftover", ".unfinished~x/y"):
         with pytest.raises(ValueError, match="reserved"):
@@ -158,7 +160,7 @@ def test_unfinished_files_are_never_objects(root: Path) -> None:
 
 
 def test_a_directory_has_nothing_but_its_objects_when_they_are_written(either: FileStore) -> None:
-    """A folder for hidden files would be of whoever wrote first, and in the way of all others."""
+    """A folder for hidden files would belong to the first writer, and other users could not write there."""
     either.put("run/a", b"x")
     assert either.put_if_absent("run/b", b"x")
     with pytest.raises(StoreError):

@@ -1,4 +1,4 @@
-"""A directory store that other users can write into leads nowhere else, and blocks nobody."""
+"""In a directory that other users can write to, links lead nowhere else, and no object blocks a reader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from executors.store import Store, no_links, open_store
 
 @pytest.fixture(params=["openat2", "step by step"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """A store as on Linux, and as where the kernel does not know `openat2`."""
+    """A store as on Linux, and as on a kernel without `openat2`."""
     if request.param == "step by step":
         monkeypatch.setattr(no_links, "_has_openat2", False)
     elif not no_links._has_openat2:
@@ -114,5 +114,5 @@ def test_folders_that_are_deeper_than_any_key_are_passed_over(store: Store, tmp_
         folder = deeper
     os.close(folder)
     keys = [entry.key for entry in store.list("")]
-    subprocess.run(["rm", "-r", tmp_path / "store" / "d"], check=True)  # which pytest would fail to remove
+    subprocess.run(["rm", "-r", tmp_path / "store" / "d"], check=True)  # pytest could not remove this
     assert keys == ["run/real"]

@@ -1,4 +1,4 @@
-"""What an error of an S3 server means: a store that is away, or one that takes nothing from these credentials."""
+"""Tests how errors of an S3 server are classified: as an outage, or as a refusal of these credentials."""
 
 from __future__ import annotations
 

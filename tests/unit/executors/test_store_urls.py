@@ -1,4 +1,4 @@
-"""From a url to a store, or to a sentence that helps; from a store and a run id to the address of a run."""
+"""Tests how a url leads to a store or to a helpful error, and how a store and a run id give the address of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A watch wakes on a new object, and its wait always ends."""
+"""A watch wakes its caller when an object is new, and its wait always ends."""
 
 from __future__ import annotations
 

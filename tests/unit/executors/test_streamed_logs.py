@@ -1,4 +1,4 @@
-"""Logs that come as events through a connection that stays open, of a stand-in for the response."""
+"""Tests logs that arrive as events through an open connection, with a fake response."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BEGAN_AT = 1_700_000_000
 
 
 class Service:
-    """Has a log of one line a second.
+    """A service whose log gets one line a second.
 
     Args:
         pause: is called before a line.

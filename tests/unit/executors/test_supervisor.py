@@ -1,4 +1,4 @@
-"""What a supervisor makes of ends, of its own processes and while its store fails."""
+"""Tests how a supervisor handles the ends of its processes, also while its store fails."""
 
 from __future__ import annotations
 
@@ -112,14 +112,14 @@ class Scene:
         self.supervisor._waiting.extend(Attempt(self.store, "run", n + rank) for rank in range(n_waiting))
 
     def undo_start(self, *, fails_n_times: int) -> list[Outcome | None]:
-        """Take back the start of all that wait, while the store fails at first; return how they ended."""
+        """Undo the start of all waiting ranks, while the store fails at first. Return their outcomes."""
         self.store.fails_n_times = fails_n_times
         failed = self.supervisor._waiting[0]
         self.supervisor._undo_start(failed, OSError("no more processes"))
         return self.outcomes()
 
     def end_all(self) -> None:
-        """Have all that run end by SIGTERM, and their logs copied."""
+        """End all running ranks by SIGTERM, and let their logs be copied."""
         while self.supervisor._running:
             self.supervisor._conclude(self.supervisor._running.popitem()[1], TERMINATED)
         while self.supervisor._copying:
@@ -151,7 +151,7 @@ def test_each_rank_of_an_abandoned_run_says_why_it_ended_although_there_was_no_t
 
 
 def test_many_ends_at_once_ask_a_store_that_fails_only_once(monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
-    """Where it is silent each request takes seconds, and meanwhile nobody is killed."""
+    """If the store does not answer, each request takes seconds, and no rank can be killed meanwhile."""
     scene = Scene(monkeypatch, pid)
     scene.store.fails = True
     scene.end_all()
@@ -172,7 +172,7 @@ def test_each_rank_of_a_launch_that_failed_has_an_outcome_although_the_store_fai
 
 
 def test_a_start_that_fails_ends_no_others_of_a_run_that_fails_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asked for it ends what is of it; the ranks beside which it was to start go on."""
+    """The process that asked for the start ends its ranks. The other ranks of the run continue."""
     scene = Scene(monkeypatch, 0, n=0, n_waiting=2)
     monkeypatch.setattr(scene.supervisor, "_spec", scene.supervisor._spec.with_settings(fail_fast=True))
     monkeypatch.setattr(supervisor, "end_others", lambda *_: pytest.fail("others are ended"))
@@ -223,7 +223,10 @@ def test_a_process_that_reaps_a_rank_does_not_wait_for_another_that_no_signal_en
 def test_a_supervisor_leaves_a_rank_that_a_launch_has_taken_over_alone_when_the_run_is_stopped_or_it_ends_again(
     is_stopped: bool, monkeypatch: pytest.MonkeyPatch, pid: int
 ) -> None:
-    """Rank 0 goes on in another supervisor, which answers its next end; rank 1 is still this one's."""
+    """Rank 0 continues in another supervisor, which decides about its next end.
+
+    Rank 1 still belongs to this supervisor.
+    """
     scene = Scene(monkeypatch, pid, n=2)
     for attempt in scene.running:
         scene.supervisor._session.note_start(attempt)

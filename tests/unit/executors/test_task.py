@@ -1,4 +1,4 @@
-"""Tasks and runs in a store: what travels, what is refused, and that only what was launched is unpickled."""
+"""Tests tasks and runs in a store: their content, refusals, and that only the launched task is unpickled."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def write(path: Path, text: str) -> None:
         ("0::/box/job", {"box/job/cpu.max": "250000 100000", "box/cpu.max": "max 100000"}, [2.5]),
         ("0::/box/job", {"box/job/cpu.max": "max 100000", "box/cpu.max": "400000 100000"}, [4.0]),
         ("0::/", {"cpu.max": "200000 100000"}, [2.0]),  # a container's own group
-        ("0::/docker/abc", {"cpu.max": "200000 100000"}, [2.0]),  # named from outside
+        ("0::/docker/abc", {"cpu.max": "200000 100000"}, [2.0]),  # the group as the host names it
         ("0::/", {"unified/cpu.max": "100000 100000"}, [1.0]),
         ("4:cpu,cpuacct:/a\n0::/", {f"cpu,cpuacct/a/{QUOTA}": "50000", f"cpu,cpuacct/a/{PERIOD}": "100000"}, [0.5]),
         ("1:cpu:/", {f"cpu/{QUOTA}": "-1", f"cpu/{PERIOD}": "100000"}, []),

@@ -1,4 +1,4 @@
-"""Calls of Modal's SDK that may wait for a machine: who gives up a launch interrupts them."""
+"""Tests calls of Modal's SDK that may wait for a machine, and that giving up a launch interrupts them."""
 
 from __future__ import annotations
 

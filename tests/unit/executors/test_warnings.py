@@ -241,7 +241,7 @@ def test_a_heartbeat_and_an_outcome_have_the_count_for_every_report_of_the_repli
 
 
 class SignallingStore(MemoryStore):
-    """Says when there is a heartbeat with a count of warnings."""
+    """A store that signals when a heartbeat with a count of warnings is written."""
 
     def __init__(self) -> None:
         super().__init__("memory://signalling")

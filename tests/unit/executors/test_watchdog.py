@@ -24,7 +24,7 @@ INF = math.inf
 
 
 class FakeMeter:
-    """Says at each sample whether the rank is active, as a test wants it."""
+    """A meter that reports at each sample whether the rank is active, as the test decides."""
 
     window_s = every_s = 10.0
 
@@ -69,7 +69,7 @@ def watchdog_of(
 def looked(
     watchdog: Watchdog, page: SharedPage, until: float, *, ticks: bool = True
 ) -> list[tuple[float, WatchdogReport]]:
-    """Check a rank with running threads at each due time; return when something was found."""
+    """Check a rank with running threads at each due time, and return the times of findings."""
     found = []
     while (now := watchdog.next_look_at) <= until:
         if ticks:

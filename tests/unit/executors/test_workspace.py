@@ -1,4 +1,4 @@
-"""The snapshot of a workspace: what git would take in, as plain files, the same bytes for the same files."""
+"""Tests the snapshot of a workspace: the files that git would track, as plain files, with equal bytes for equal files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def content(package: Package, name: str) -> bytes:
         return file.read()
 
 
-# What travels
+# Files in the snapshot
 
 
 def test_what_git_tracks_or_would_take_in_travels_and_nothing_else(root: Path) -> None:
@@ -213,7 +213,7 @@ def test_what_may_hold_a_secret_stays_and_is_named(root: Path, capsys: pytest.Ca
     }
     for name, text in {**kept, **secret}.items():
         (root / name).write_text(text)
-    git(root, "add", "--all")  # tracked or not: it would lie in a bucket
+    git(root, "add", "--all")  # also if git tracks the file, because it would be stored in a bucket
     workspace = snapshot_workspace(root)
     assert set(kept) <= set(workspace.files)
     assert not set(secret) & set(workspace.files)
@@ -250,7 +250,7 @@ def test_the_commit_is_told_and_whether_the_files_differ_from_it(root: Path, tmp
     assert (package.files, package.commit, package.dirty) == (("a.py",), None, None)
 
 
-# What is refused
+# Refused workspaces
 
 
 def test_too_much_is_refused_with_the_largest_files_and_what_to_do(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
