@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from executors.attempt import Attempt
+from executors.errors import BackendError
 from executors.logs.log import Log
 from executors.logs.readers import TailedLog
 from executors.protocol import Outcome, Reason, ReplicaHandle, ReplicaStatus, ServerlessExecutor, as_status
@@ -785,3 +786,27 @@ def as_executor(backend: Backend) -> ServerlessExecutor:
         plain: ServerlessExecutor = backend.executor
         return plain
     return backend
+
+
+def affordable_s(backend: Backend, n: int, gpu: str | None, max_cost: float) -> float:
+    """Return the time limit in seconds at which `n` replicas have cost `max_cost`.
+
+    Args:
+        backend: the backend of all replicas.
+        n: the number of replicas.
+        gpu: the GPU of each. None: no GPU.
+        max_cost: US dollars that all replicas may cost together.
+
+    Raises:
+        BackendError: the backend does not publish prices.
+
+    Example:
+        affordable_s(backend, 8, "H100", 20.0)
+    """
+    price = backend.price_per_hour(gpu)
+    if not price:
+        raise BackendError(
+            f"Backend {backend.backend_name!r} has no prices for this, so max_cost={max_cost:g} (--max-cost) cannot be "
+            "enforced. Use timeout (--timeout) instead."
+        )
+    return max_cost / (price * n) * 3600

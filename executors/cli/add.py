@@ -7,7 +7,6 @@ from typing import Annotated
 from typer import Option
 
 from executors.backend import as_backend
-from executors.cli.backends import make_executor
 from executors.cli.launch import report_cancelled_early, report_unreadable_run
 from executors.cli.options import (
     BackendOptions,
@@ -18,6 +17,7 @@ from executors.cli.options import (
     TrustOption,
     VolumeOption,
     find_run,
+    make_executor,
     options_of,
     parse_duration,
     parse_texts,

@@ -5,17 +5,17 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
 
-from executors.cli.output import JsonOption, Output, refuse
+from executors.cli.options import name_type
+from executors.cli.output import JsonOption, Output
 from executors.cli.verb_help import describe
-from executors.registry import fits, parameters_of, read_options
+from executors.registry import parameters_of
 
 if TYPE_CHECKING:
-    from executors.protocol import ServerlessExecutor
+    pass
 
 NAME = "A backend, or pkg.mod:Class. Default: all backends."
 
@@ -85,44 +85,6 @@ def _print_backend(output: Output, backend: dict[str, Any]) -> None:
             output.print(Padding(Text(option["help"]), (0, 0, 0, 6), expand=False))
 
 
-def make_executor(backend: str, options: Mapping[str, Any]) -> ServerlessExecutor:
-    """Return the executor of a backend. Raise a usage error for options of a wrong type.
-
-    Args:
-        backend: the name of the backend, or pkg.mod:Class.
-        options: the options by name.
-
-    Example:
-        make_executor("local", {"max_parallel": 2})
-    """
-    from executors.registry import executor_class, get_executor
-
-    check_options(backend, executor_class(backend), options)
-    return get_executor(backend, options)
-
-
-def check_options(backend: str, cls: type, options: Mapping[str, Any]) -> None:
-    """Raise a usage error for an option whose value has a wrong type. `get_executor` checks the names.
-
-    Args:
-        backend: the name of the backend, for the message.
-        cls: the class of the executor.
-        options: the values by name. An `OptionText` is converted to the type of its option.
-
-    Example:
-        check_options("local", LocalExecutor, {"max_parallel": 2})
-    """
-    parameters = parameters_of(cls)
-    for name, value in read_options(cls, options).items():
-        if name in parameters and not fits(value, parameters[name].annotation):
-            kind = _name_type(parameters[name].annotation)
-            # In a settings file, 3.10 without quotes is a number, and equals 3.1.
-            hint = parameters[name].annotation
-            is_unquoted = isinstance(value, bool | int | float) and fits("", hint) and not fits([], hint)
-            advice = " Write it in quotes." if is_unquoted else ""
-            refuse(f"Option {name!r} of backend {backend!r} takes {kind}, got {value!r}.{advice}")
-
-
 def describe_options(cls: type) -> list[dict[str, Any]]:
     """Describe the options of an executor's class, from the signature and the docstrings of its constructor.
 
@@ -136,7 +98,7 @@ def describe_options(cls: type) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
-            "type": _name_type(parameter.annotation),
+            "type": name_type(parameter.annotation),
             "required": (is_required := parameter.default is parameter.empty),
             "default": None if is_required else json.loads(json.dumps(parameter.default, default=repr, skipkeys=True)),
             "help": texts.get(name, ""),
@@ -144,14 +106,6 @@ def describe_options(cls: type) -> list[dict[str, Any]]:
         for name, parameter in parameters_of(cls).items()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
-
-
-def _name_type(annotation: Any) -> str:
-    """Return a type as Python writes it, without module names."""
-    if annotation is inspect.Parameter.empty:
-        return ""
-    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    return re.sub(r"\b(?:\w+\.)+(\w)", r"\1", text)
 
 
 def _texts_of_arguments(doc: str) -> dict[str, str]:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Context, Option
 
-from executors.cli.backends import check_options, describe_options
+from executors.cli.backends import describe_options
+from executors.cli.options import check_options
 from executors.cli.output import JsonOption, Output, UsageProblem, json_guard, refuse, usage_errors
 from executors.cli.verb_help import describe
 from executors.errors import BackendError, ReplicasError

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Context, Option
 
 from executors.backend import Backend
-from executors.cli.backends import make_executor
 from executors.cli.config import ConfigOption, ProfileOption, origins_of, settings_of, was_given, with_origins
 from executors.cli.options import (
     BackendOptions,
@@ -28,6 +27,7 @@ from executors.cli.options import (
     VolumeOption,
     add_settings,
     find_run,
+    make_executor,
     options_of,
     parse_texts,
     setting_option,
@@ -118,7 +118,7 @@ def launch(
     Ctrl-C cancels the run and waits for its end. A second Ctrl-C exits at once.
     """
     from executors.cli.live import Interrupts
-    from executors.launcher import named, plan_launch
+    from executors.launcher import plan_launch
     from executors.launcher.parts import executor_of, options_by_part, total_replicas
     from executors.registry.run_index import locate, preparing
     from executors.task.launch_request import LaunchRequest
@@ -144,19 +144,17 @@ def launch(
                     refuse(f"-m needs the name of a module, as in -m pkg.train, got {entrypoint!r}.")
                 given, chosen = parse_texts("--arg", arg), options_of(backend, option, volume)
                 asked = {name: value for name, value in settings.items() if value is not None}
-                request = named(
-                    LaunchRequest.of(
-                        default_task() if entrypoint is None else entrypoint,
-                        args={name: value for name, value in args.items() if name not in given},
-                        arg_texts={**texts, **given},
-                        argv=[] if module and context.obj is None else context.obj,
-                        rendezvous=rendezvous,
-                        run_id=run_id,
-                        env=parse_texts("--env", env),
-                        origins=origins_of(context, backend, given, chosen),
-                        **{**asked, "n": total},
-                    )
-                )
+                request = LaunchRequest.of(
+                    default_task() if entrypoint is None else entrypoint,
+                    args={name: value for name, value in args.items() if name not in given},
+                    arg_texts={**texts, **given},
+                    argv=[] if module and context.obj is None else context.obj,
+                    rendezvous=rendezvous,
+                    run_id=run_id,
+                    env=parse_texts("--env", env),
+                    origins=origins_of(context, backend, given, chosen),
+                    **{**asked, "n": total},
+                ).with_run_id()
                 by_part = options_by_part(backend, chosen)
 
                 def make(name: str) -> ServerlessExecutor:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from typer import Argument, Option
 
-from executors.cli.backends import check_options
 from executors.cli.output import UsageProblem, note, refuse, usage_errors
 from executors.errors import BackendError
 from executors.registry import OptionText
@@ -22,6 +21,7 @@ from executors.settings.settings import DEFAULTS, OPTIONS
 from executors.task.arguments import json_or_text
 
 if TYPE_CHECKING:
+    from executors.protocol import ServerlessExecutor
     from executors.run.run import Run
 
 EXAMPLES = {
@@ -184,6 +184,61 @@ TEE = "Also show the output of these ranks, as in 0,2. Default: none."
 TeeOption = Annotated[Any, Option("--tee", metavar="R,…", parser=_ranks_in, help=TEE)]
 WAIT = "Longest wait, as in 90s, 5m or 1h30m. After it the exit code is 124. Default: no limit."
 WaitOption = Annotated[float | None, Option("--timeout", metavar="DURATION", parser=parse_duration, help=WAIT)]
+
+
+def make_executor(backend: str, options: Mapping[str, Any]) -> ServerlessExecutor:
+    """Return the executor of a backend. Raise a usage error for options of a wrong type.
+
+    Args:
+        backend: the name of the backend, or pkg.mod:Class.
+        options: the options by name.
+
+    Example:
+        make_executor("local", {"max_parallel": 2})
+    """
+    from executors.registry import executor_class, get_executor
+
+    check_options(backend, executor_class(backend), options)
+    return get_executor(backend, options)
+
+
+def check_options(backend: str, cls: type, options: Mapping[str, Any]) -> None:
+    """Raise a usage error for an option whose value has a wrong type. `get_executor` checks the names.
+
+    Args:
+        backend: the name of the backend, for the message.
+        cls: the class of the executor.
+        options: the values by name. An `OptionText` is converted to the type of its option.
+
+    Example:
+        check_options("local", LocalExecutor, {"max_parallel": 2})
+    """
+    from executors.registry import fits, parameters_of, read_options
+
+    parameters = parameters_of(cls)
+    for name, value in read_options(cls, options).items():
+        if name in parameters and not fits(value, parameters[name].annotation):
+            kind = name_type(parameters[name].annotation)
+            # In a settings file, 3.10 without quotes is a number, and equals 3.1.
+            hint = parameters[name].annotation
+            is_unquoted = isinstance(value, bool | int | float) and fits("", hint) and not fits([], hint)
+            advice = " Write it in quotes." if is_unquoted else ""
+            refuse(f"Option {name!r} of backend {backend!r} takes {kind}, got {value!r}.{advice}")
+
+
+def name_type(annotation: Any) -> str:
+    """Return a type as Python writes it, without module names.
+
+    Args:
+        annotation: the type, or its text.
+
+    Example:
+        name_type(int)  # "int"
+    """
+    if annotation is inspect.Parameter.empty:
+        return ""
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"\b(?:\w+\.)+(\w)", r"\1", text)
 
 
 def options_of(backend: str, option: Sequence[str] | None, volume: Sequence[str] | None) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typer import BadParameter, Option
 
 from executors.attempt import Attempt
 from executors.attempt.handles import name_of_job, page_of_job
-from executors.cli.backends import make_executor
 from executors.cli.options import (
     BackendOptions,
     ColumnsOption,
@@ -23,6 +22,7 @@ from executors.cli.options import (
     RunArguments,
     WaitOption,
     find_run,
+    make_executor,
     options_of,
 )
 from executors.cli.output import (

@@ -17,7 +17,6 @@ from executors.registry import get_executor
 from executors.registry.run_index import preparing
 from executors.settings import GATHER_S
 from executors.settings.policy import Restarts
-from executors.store.url import new_run_id
 from executors.task.entrypoint import check_nothing_loads
 from executors.task.launch_request import LaunchRequest
 
@@ -168,25 +167,13 @@ def launch(
     elif task_digest is not None or trust_bucket:
         raise ValueError("task_digest= and trust_bucket= go with resume=True: a new run's task is the one given.")
     else:
-        request = named(request)
+        request = request.with_run_id()
         with preparing(str(request.run_id)):
             run = plan_launch(request, executor).start()
     from executors.run.run import manager_of  # not before locals() is read
 
     manager_of(run).shows_progress = progress
     return ends_with_this_process(run, detach=request.settings.detach)
-
-
-def named(request: LaunchRequest) -> LaunchRequest:
-    """Return a request that has a run id, which is made here if the user gave none.
-
-    Args:
-        request: the request.
-
-    Example:
-        named(LaunchRequest.of("train.py:main", n=2)).run_id  # "brave-otter-7f3a"
-    """
-    return request if request.run_id is not None else replace(request, run_id=new_run_id())
 
 
 def _bring_back(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from executors.backend import as_executor, no_progress
+from executors.backend import affordable_s, as_executor, no_progress
 from executors.errors import BackendError, RunExistsError
 from executors.launcher.checks import (
     check_directory,
@@ -33,7 +33,6 @@ from executors.registry import check_executor, describe_executor, get_executor, 
 from executors.registry.placements import Placements, as_placements
 from executors.registry.run_index import KNOWN_BY, local_store, locate, remember_launch
 from executors.restarts.orders import abandon_run
-from executors.run.prices import affordable_s, usd_per_hour
 from executors.settings import GATHER_S
 from executors.settings.run_spec import StartSpec
 from executors.shipping.checkout import Checkout, GitQuery
@@ -134,7 +133,8 @@ class LaunchPlan:
         """Return what an hour of all replicas costs in US dollars. None: the price is not known, or not now."""
         settings = self.request.settings
         with contextlib.suppress(BackendError):
-            return usd_per_hour(self.placements, settings.n + settings.spares, settings.gpu)
+            if (price := self.placements.price_per_hour(settings.gpu)) is not None:
+                return price * (settings.n + settings.spares)
         return None
 
     def installation_note(self) -> str:
@@ -219,7 +219,9 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
         if words := describe_hidden(script):
             print(f"replicas: {words}", file=sys.stderr)
     check_spares(placements, request)
-    request, key = find_source_run(request, placements)
+    key = None
+    if settings.from_run is not None:
+        request, key = find_source_run(request, placements)
     check_pickle(placements, request)
     check_named(request)
     chaos = tuple(check_faults(placements, request)) if settings.chaos else ()

@@ -15,7 +15,7 @@ def find_source_run(request: LaunchRequest, backend: Backend) -> tuple[LaunchReq
     """Find the run that a launch starts from.
 
     Args:
-        request: the launch. Without `from_run` it is returned as it is.
+        request: the launch, which has `from_run`.
         backend: starts its replicas.
 
     Returns:
@@ -29,8 +29,7 @@ def find_source_run(request: LaunchRequest, backend: Backend) -> tuple[LaunchReq
     """
     from executors.run.run import view_of
 
-    if request.settings.from_run is None:
-        return request, None
+    assert request.settings.from_run is not None
     from executors.run.lookup import attach
     from executors.view.run_model import load_reader
 

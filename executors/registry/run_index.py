@@ -31,7 +31,7 @@ from executors.errors import CorruptObjectError, RunExistsError, StoreError
 from executors.process import is_alive, start_time
 from executors.settings.run_spec import RunSpec
 from executors.store import Store, store_at
-from executors.store.record_names import RUN_RECORD
+from executors.store.record_names import REMOVAL, RUN_RECORD
 from executors.store.records import (
     FAR_AHEAD,
     LONG_AGO,
@@ -52,7 +52,7 @@ from executors.store.records import (
 from executors.store.run_key import KEYS, RUN_KEY, drop_key, find_key, hold_key, key_file, note_lacking_key
 from executors.store.state_folder import STATE_HOME_ADVICE, state_path
 from executors.store.url import address_of, check_run_id, directory_of
-from executors.task.removal_record import REMOVAL, Removal, find_removal
+from executors.task.removal_record import Removal, find_removal
 
 NOTE = "launched.json"
 PREPARING = ".preparing"

@@ -34,7 +34,7 @@ from executors.run.run import Run, view_of
 from executors.store import Store
 from executors.store.parallel import at_store, in_parallel
 from executors.store.protocol import FolderStore
-from executors.store.record_names import RUN_RECORD
+from executors.store.record_names import REMOVAL, RUN_RECORD
 from executors.store.state_folder import state_path
 from executors.store.url import (
     RUN_ID,
@@ -46,7 +46,7 @@ from executors.store.url import (
     split_address,
 )
 from executors.task.record import Placement, find_run_record
-from executors.task.removal_record import REMOVAL, find_removal
+from executors.task.removal_record import find_removal
 
 
 def attach(

@@ -30,14 +30,13 @@ from executors.run.job_notes import noted_jobs
 from executors.run.without_store import backends_of
 from executors.store import Store
 from executors.store.parallel import at_store
-from executors.store.record_names import run_exists, run_record_key
+from executors.store.record_names import removal_key, run_exists, run_record_key
 from executors.store.run_key import drop_key
 from executors.store.url import impatient_store
 from executors.task.removal_record import (
     Removal,
     check_not_removed,
     find_removal,
-    removal_key,
     sweep_behind_removal,
     write_removal,
 )

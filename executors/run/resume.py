@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from executors.attempt import Attempt, launch_failed_message
-from executors.backend import Backend, no_progress
+from executors.backend import Backend, affordable_s, no_progress
 from executors.errors import (
     AlreadyResumedError,
     BackendError,
@@ -34,7 +34,6 @@ from executors.registry.run_index import claim_run_folder, reference, remember_l
 from executors.restarts.decision_log import MAX_TOTAL, DecisionLog, extensions_of, hang_of, policy_of
 from executors.restarts.lease import new_lease, release_lease, with_lease
 from executors.restarts.orders import abandon_run, order_cancel, order_policy, order_resume, take_back_resume
-from executors.run.prices import affordable_s
 from executors.run.removal import names_removal
 from executors.run.run import Run, manager_of, view_of
 from executors.run.start_attempts import StartPlan, start_attempts

@@ -353,7 +353,7 @@ class Settings(Record):
             raise ValueError(f"n must be at least 1, got n={self.n!r}.")
         if self.n > MAX_WORLD_SIZE:
             raise ValueError(f"n must be at most {MAX_WORLD_SIZE}, got n={self.n!r}.")
-        for name, option in declared_options(Settings).items():
+        for name, option in OPTIONS.items():
             value = getattr(self, name)
             if option.words and value is not None and not isinstance(value, option.types):
                 raise TypeError(f"{name} {option.words}, got {value!r}.")

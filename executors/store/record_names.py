@@ -21,6 +21,8 @@ OUTCOME, SERVICE_REASON = "outcome.json", "service.json"
 """The records that end an attempt: its recorded end, and the reason that a service gave for it."""
 HEARTBEAT, BOOT = "heartbeat.json", "boot.json"
 """The records that a living attempt overwrites."""
+REMOVAL = "removing.json"
+"""The record that a removal of a run writes first and deletes last; see `executors.task.removal_record`."""
 CANCEL = "cancel.json"
 """The marker that asks an attempt to end."""
 BEGINNINGS = (CLAIM, HANDLE, INTENT, OUTCOME)
@@ -37,6 +39,18 @@ def run_record_key(run_id: str) -> str:
         find_record(store, run_record_key("brave-otter-7f3a"), RunRecord.parse)
     """
     return f"{run_id}/{RUN_RECORD}"
+
+
+def removal_key(run_id: str) -> str:
+    """Return the key of the record of a removal: `<run>/removing.json`.
+
+    Args:
+        run_id: the run.
+
+    Example:
+        find_record(store, removal_key("brave-otter-7f3a"), Removal.parse)
+    """
+    return f"{run_id}/{REMOVAL}"
 
 
 def run_exists(store: Store, run_id: str) -> bool:

@@ -29,11 +29,10 @@ from executors.store.file import FULL
 from executors.store.record_names import run_was_deleted
 from executors.store.run_key import hold_key
 from executors.store.url import impatient_store
-from executors.supervisor.cancel_poller import CancelPoller
-from executors.supervisor.deletion import DeletionWatch
 from executors.supervisor.exits import ExitClassifier, OutcomeWriter, fields_from_outside, is_fenced, mark_cancelled
 from executors.supervisor.memory_kills import machine_memory_kills
 from executors.supervisor.processes import NEVER, UNKILLABLE_S, ProcessStarter, RunningAttempt, how_started
+from executors.supervisor.store_polls import CancelPoller, DeletionWatch
 from executors.supervisor.wakeups import Wakeups
 from executors.supervisor.watchdog import Watchdog
 

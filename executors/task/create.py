@@ -35,7 +35,7 @@ from executors.process import identify_process
 from executors.settings.policy import supervised
 from executors.settings.run_spec import RunSpec
 from executors.store import Store
-from executors.store.record_names import RUN_RECORD, run_record_key
+from executors.store.record_names import RUN_RECORD, removal_key, run_record_key
 from executors.store.records import MAX_DEPTH, exists, find_record, is_deeper_than, to_bytes
 from executors.store.run_key import key_id, new_key, parse_key
 from executors.store.url import address_of, check_run_id
@@ -45,7 +45,7 @@ from executors.task.entrypoint import describe
 from executors.task.launch_request import LaunchRequest
 from executors.task.pickles import pickle_call
 from executors.task.record import LaunchedWith, Placement, RunRecord
-from executors.task.removal_record import Removal, removal_key
+from executors.task.removal_record import Removal
 from executors.task.sources import sources_of
 from executors.task.stored import MAX_TASK_BYTES, PYTHON, StoredTask, task_folder_of, versions_here
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from executors.settings import Settings
 from executors.settings.settings import DEFAULTS
-from executors.store.url import check_run_id, check_scheme
+from executors.store.url import check_run_id, check_scheme, new_run_id
 from executors.task.entrypoint import describe
 
 VARIABLE = re.compile(r"[^\s=\0]+")
@@ -74,6 +74,14 @@ class LaunchRequest:
             request.with_settings(timeout=3600.0)
         """
         return replace(self, settings=replace(self.settings, **changes))
+
+    def with_run_id(self) -> Self:
+        """Return the request with a run id. If the user gave none, a new one is made.
+
+        Example:
+            LaunchRequest.of("train.py:main", n=2).with_run_id().run_id  # "brave-otter-7f3a"
+        """
+        return self if self.run_id is not None else replace(self, run_id=new_run_id())
 
     def __post_init__(self) -> None:
         if not isinstance(self.entrypoint, str) and not callable(self.entrypoint):

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from executors.errors import RunBeingRemovedError
 from executors.process import IDENTITY, has_ended, identify_process, this_process
 from executors.store import Store
-from executors.store.record_names import run_exists
+from executors.store.record_names import removal_key, run_exists
 from executors.store.records import (
     FAR_AHEAD,
     LONG_AGO,
@@ -27,7 +27,6 @@ from executors.store.records import (
     to_bytes,
 )
 
-REMOVAL = "removing.json"
 WRITTEN = ("decisions/", "added/", "handles/", "replicas/", "launched.json")
 """The keys that a resume or an addition may write before its replicas have started. The last one is written only if the
 store is the state directory."""
@@ -73,11 +72,6 @@ class Removal(Record):
         if self.has_stopped:
             began = f"The removal of run {run_id!r} by {self.by} was interrupted."
         return f"{began} To finish the removal: replicas rm {reference}"
-
-
-def removal_key(run_id: str) -> str:
-    """Return the key of the record of a removal: `<run>/removing.json`."""
-    return f"{run_id}/{REMOVAL}"
 
 
 def find_removal(store: Store, run_id: str) -> Removal | None:

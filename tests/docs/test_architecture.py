@@ -16,28 +16,11 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from support.floors import FLOORS
 
 from executors.store import record_names
 
 ROOT = Path(__file__).parents[2]
-FLOORS: tuple[tuple[str, ...], ...] = (
-    ("protocol", "process", "module_search"),
-    ("errors",),
-    ("patience",),
-    ("store",),
-    ("settings",),
-    ("status",),
-    ("logs", "attempt", "task"),
-    ("backend",),
-    ("metrics", "restarts", "registry"),
-    ("view",),
-    ("run", "replica"),
-    ("worker", "shipping"),
-    ("supervisor",),
-    ("launcher", "backends"),
-    ("cli", "testing", ""),
-)
-"""The rooms of `executors` from the ground up; "" is `executors/__init__.py`."""
 DILOCO_USES = ("executors.store", "executors.replica", "executors.errors", "executors.attempt", "executors.patience")
 SDKS = {
     "modal": "executors/backends/modal*.py",

@@ -31,8 +31,9 @@ from executors.run.resume import resume
 from executors.run.run import view_of
 from executors.store import Store
 from executors.store.faulty import FaultyStore
+from executors.store.record_names import removal_key
 from executors.task import addition_record
-from executors.task.removal_record import Removal, find_removal, removal_key, write_removal
+from executors.task.removal_record import Removal, find_removal, write_removal
 from executors.testing import eventually
 
 PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)

@@ -1,4 +1,4 @@
-"""Limits the time of a restarted rank to the rest of its share of `max_cost`. `run/prices.py` limits a new run.
+"""Limits the time of a restarted rank to the rest of its share of `max_cost`. `affordable_s` limits a new run.
 
 Each replica has an equal share of the money. A rank that is started again gets the part of its share that its earlier
 attempts did not spend. The price of each attempt is the price of the container that it had.

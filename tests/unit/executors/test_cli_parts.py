@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pytest
 
 from executors import LocalProcessExecutor, ReplicaStatus
-from executors.cli.backends import check_options, describe_options
-from executors.cli.options import parse_duration
+from executors.cli.backends import describe_options
+from executors.cli.options import check_options, parse_duration
 from executors.cli.output import (
     UsageProblem,
     name_age,

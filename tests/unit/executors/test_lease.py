@@ -22,7 +22,7 @@ from executors.restarts.lease import (
 from executors.settings.run_spec import RunSpec
 from executors.store import MemoryStore, records
 from executors.store.records import to_bytes
-from executors.supervisor.deletion import DeletionWatch
+from executors.supervisor.store_polls import DeletionWatch
 
 LIMIT_S = 900.0
 

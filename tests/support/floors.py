@@ -1,0 +1,22 @@
+"""The floors of `executors`. A room imports only from lower floors."""
+
+from __future__ import annotations
+
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("protocol", "process", "module_search"),
+    ("errors",),
+    ("patience",),
+    ("store",),
+    ("settings",),
+    ("status",),
+    ("logs", "attempt", "task"),
+    ("backend",),
+    ("metrics", "restarts", "registry"),
+    ("view",),
+    ("run", "replica"),
+    ("worker", "shipping"),
+    ("supervisor",),
+    ("launcher", "backends"),
+    ("cli", "testing", ""),
+)
+"""The rooms of `executors` from the ground up; "" is `executors/__init__.py`."""
