@@ -1,4 +1,6 @@
-"""A launch that asks for no restarts gets those that are free: of replicas whose machine the service took back."""
+"""A launch without `restarts` still restarts replicas whose machine the service took back, because these restarts are
+free.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def _tells_preemption(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> No
 
 @contextmanager
 def waited_for(run: Run) -> Iterator[None]:
-    """Wait for a run in another thread meanwhile, as a launching process does; end the run."""
+    """Wait for a run in another thread within the block, as a launching process does, and then end the run."""
     waiting = threading.Thread(target=run.wait, args=(120,))
     waiting.start()
     try:

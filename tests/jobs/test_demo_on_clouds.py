@@ -1,4 +1,4 @@
-"""The demo on clouds, from the launch to the trained model: its replicas know nothing but a bucket, and end as at home.
+"""Runs the demo on clouds, from the launch to the trained model. Replicas share only a bucket, and end like local ones.
 
 Everything is real but the clouds, which are servers on loopback: the SDKs, the containers' processes, which start in an
 empty folder without this project, and what they fetch and train.
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 N = 3
 ARGS = {"steps": 24, "inner_steps": 8, "batch": 2, "data": "text.txt", "seed": 7}
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # sums are taken in another order by more
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # more replicas would add in another order
 
 
 @pytest.fixture

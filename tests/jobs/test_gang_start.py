@@ -1,4 +1,4 @@
-"""A launch at a service that refuses, breaks off and forgets: one job for each rank or none at all, and no other."""
+"""A launch at a service with faults starts exactly one job for each rank, or none at all."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ pytestmark = pytest.mark.usefixtures("quick_tries")
 
 @pytest.fixture(autouse=True)
 def _no_machines(machines: Machines) -> None:
-    """Jobs are taken and do not start: what is reported of them is enough here."""
+    """The service accepts jobs but does not start them, because these tests need only their states."""
     machines.is_held = True
 
 
 def test_all_jobs_are_asked_for_at_the_same_time(machines: Machines) -> None:
     together = threading.Barrier(N)
-    machines.fail("start", when=lambda: together.wait(30) < 0)  # never true: it waits for all of them
+    machines.fail("start", when=lambda: together.wait(30) < 0)  # this condition is never true: it waits for all calls
     launched(machines, N)
 
 
@@ -60,7 +60,7 @@ def test_the_job_after_a_lost_answer_is_found_and_not_asked_for_again(machines: 
 
 
 def test_a_job_whose_answer_was_lost_and_that_is_listed_late_is_not_doubled(machines: Machines) -> None:
-    """It is looked for several times before it is asked for again, and then one of the two is ended."""
+    """The launcher looks for the job several times before it starts another one. Then one of the two is ended."""
     for n_looks, n_asked in ((LOOKS - 1, 2), (LOOKS, 3), (2 * LOOKS, 3)):
         looks: list[Any] = []
 
@@ -77,7 +77,7 @@ def test_a_job_whose_answer_was_lost_and_that_is_listed_late_is_not_doubled(mach
 
 
 def doubled(machines: Machines, n_looks: int = 1000) -> Run:
-    """Launch two ranks at a service that loses an answer, and lists nothing of that rank for so many looks."""
+    """Launch two ranks at a service that loses an answer, and lists that rank's job only after some looks."""
     looks: list[Any] = []
 
     def hides(key: Any) -> int:
@@ -160,7 +160,7 @@ def test_what_could_not_be_ended_is_named_once_and_not_what_was_refused(machines
     assert listed.count("Fake: rejected") == 1
     assert [rank in listed for rank in ("r0000-a0", "r0001-a0", "r0002-a0", "r0003-a0")] == [True, True, True, False]
     machines.forgive()
-    machines.release()  # a marker is there, which ends those that come up
+    machines.release()  # a cancel marker exists, which ends replicas that start
     eventually(lambda: machines.living() == [], within_s=60)
     assert {outcome.reason for outcome in attached().outcomes()} == {"cancelled", "start_failed"}
 
@@ -196,7 +196,7 @@ def test_a_launch_that_ends_while_its_code_is_uploaded_leaves_no_one_waiting(
         attached()
     assert find_preparation("otter") is not None
     assert machines.count("start") == 0
-    launched(machines, 2)  # and the id is free
+    launched(machines, 2)  # the id of the run is free again
 
 
 def test_an_interrupt_in_the_middle_of_a_launch_ends_what_was_started(machines: Machines) -> None:
@@ -276,7 +276,7 @@ def test_a_launch_says_how_far_it_is(machines: Machines) -> None:
 
 
 def abandon_intent(run: Run, age_s: float) -> None:
-    """Leave the intent of a launcher that died before it had called the service."""
+    """Write the intent of a launcher that died before it called the service."""
     record = {"nonce": "of another", "by": "elsewhere:1", "job": "-", "at": time.time() - age_s}
     assert view_of(run).store.put_if_absent("otter/replicas/0000/1/intent.json", json.dumps(record).encode())
 
@@ -330,7 +330,7 @@ def test_an_intent_that_came_to_nothing_is_a_failed_start_in_the_end(machines: M
 def test_an_intent_is_old_by_the_clock_of_the_process_that_looks(machines: Machines) -> None:
     run = launched(machines, 1)
     run.cancel()
-    abandon_intent(run, age_s=STALE_INTENT_S + 600)  # as written by a clock that is late, or read by one ahead
+    abandon_intent(run, age_s=STALE_INTENT_S + 600)  # the writer's clock is late, or the reader's clock is ahead
     now, executor = 0.0, FakeExecutor()
     executor._intents = StalenessTracker(lambda: now)
     other = attach("otter", executor=executor)

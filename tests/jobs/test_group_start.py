@@ -29,7 +29,7 @@ def _groups(machines: Machines) -> None:
 
 
 def launched(machines: Machines, n: int = N, run_id: str = "otter") -> Run:
-    """Launch, and see that each rank has one job, which is its handle's."""
+    """Launch, and check that each rank has one job, the job of its handle."""
     run = launch(FakeExecutor(), "job.py:main", n, run_id=run_id)
     assert machines.living() == [(rank, 0) for rank in range(n)]
     assert [machines.job_of(run, rank).job.key.rank for rank in range(n)] == list(range(n))
@@ -37,7 +37,7 @@ def launched(machines: Machines, n: int = N, run_id: str = "otter") -> Run:
 
 
 def cancels(rank: int | None = None) -> bool:
-    """Cancel a rank, None: all, as somebody else does."""
+    """Cancel a rank, or all ranks if it is None, as another process would."""
     attached().cancel(rank)
     return True
 

@@ -1,4 +1,4 @@
-"""The command at Hugging Face Jobs: what it refuses and how, `doctor` and `backends`."""
+"""Tests the command with Hugging Face Jobs: refusals, `doctor` and `backends`."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_what_another_machine_is_told_to_type_finds_the_run_from_there(
     here.replicas("launch", "job.py:hang", "--backend", "hf", "--n", 1, "--run-id", "otter", "--timeout", 1)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
     address = s3.url("runs/otter")
-    assert "&" in address  # which a shell would take for its own
+    assert "&" in address  # a shell would interpret these characters
     told = here.replicas(*LAUNCH)
     assert (told.code, f"`replicas status '{address}'`" in told.stderr) == (2, True)
     assert f"executors.attach('{address}')" in told.stderr

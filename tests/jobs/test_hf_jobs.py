@@ -1,4 +1,4 @@
-"""Hugging Face Jobs: what is asked of the service, and what its answers and failures mean."""
+"""Tests the requests to Hugging Face Jobs, and how answers and failures are read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ids_of(run: Run) -> list[str]:
     return [handle.metadata["job"]["id"] for handle in run.handles]
 
 
-# What is asked for
+# Requests
 
 
 def test_a_gpu_is_the_cheapest_flavor_that_has_it(hf: HubServer, service: JobService) -> None:
@@ -150,7 +150,7 @@ def test_the_user_is_asked_for_once_by_all_threads_and_never_for_a_known_namespa
     assert hf.count("whoami") == 1
 
 
-# What its answers mean
+# Answers
 
 
 def test_each_way_to_end_has_its_state(hf: HubServer, service: JobService) -> None:
@@ -269,11 +269,14 @@ def test_a_job_that_ended_before_it_could_be_stopped_is_not_an_error_and_one_tha
     service.stop(job_id)
 
 
-# What its failures mean
+# Failures
 
 
 def kind_of(call: object) -> tuple[str, float]:
-    """Return the kind of error that a call ends with, and the pause that was asked for; its message is to be short."""
+    """Return the kind of error that a call raises, and the pause that the service asked for.
+
+    Check that the message is short.
+    """
     with pytest.raises(JobServiceError) as caught:
         call()  # type: ignore[operator]
     text = str(caught.value)
@@ -283,7 +286,7 @@ def kind_of(call: object) -> tuple[str, float]:
 
 
 TRANSLATED: list[tuple[Misconduct, str, str]] = [
-    # answer, the kind when only something was asked, and when something may have been done
+    # the answer, the kind of error of a read, and the kind of error of a request that may have had an effect
     (400, "rejected", "rejected"),
     (401, "rejected", "rejected"),
     (403, "rejected", "rejected"),

@@ -1,4 +1,4 @@
-"""Somebody else owns the store, and names jobs of this account that are not of their run."""
+"""A hostile owner of the store writes records that name jobs of this account outside of the run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LOOKS: list[Callable[[Run], Any]] = [
 
 
 def run_of(owner: OwnsDirectory, job: object) -> Run:
-    """Their run, whose one replica is said to be a job."""
+    """A hostile run whose record names a job as its only replica."""
     owner.write("bad/run.json", json.dumps(run_json(backend="fake", world_size=1)).encode())
     place = {"run_id": "bad", "store_url": owner.url, "attempt": 0, "timeout_s": 60.0, "job": job}
     handle = {"rank": 0, "backend_name": "fake", "metadata": place}
@@ -65,7 +65,7 @@ def test_a_job_of_another_users_run_is_neither_shown_nor_ended(machines: Machine
 
 @pytest.mark.parametrize("parts", ["local:1,support.fake_jobs:FakeExecutor:2", "support.fake_jobs:FakeExecutor"])
 def test_a_foreign_job_of_one_rank_hides_no_other_of_its_backend_in_a_mixed_run(machines: Machines, parts: str) -> None:
-    """Nor in one of that backend alone."""
+    """The same holds for a run on that backend alone."""
     options = {"preload": (), "term_grace_s": 0.5}
     executor = executor_of(parts, lambda name: get_executor(name, options if name == "local" else {}))
     run = launch(executor, "job.py:hang", 3, run_id="otter", detach=True)
@@ -97,7 +97,7 @@ def test_no_secret_and_no_image_is_used_because_a_record_names_it(
     run = launch(local, task("fail"), 1, args={"message": "no"}, run_id="same", rendezvous=tmp_path / "shared")
     assert run.wait(30)
     record = json.loads(bytes(view_of(run).store.get("same/run.json")))
-    shutil.rmtree(state_home / "replicas" / "same")  # as on another machine
+    shutil.rmtree(state_home / "replicas" / "same")  # like a process on another machine
     for changes, words in (
         ({"secrets": ["HOME"]}, "Name it again: --secret HOME"),
         ({"unrecorded_options": ["image"]}, "Give it again: --backend local --option image="),

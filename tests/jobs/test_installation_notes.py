@@ -1,4 +1,4 @@
-"""A launch and `doctor` say once that containers install torch, and what avoids it, where that is known."""
+"""A launch and `doctor` print once that containers install torch, and how to avoid it, if that is known."""
 
 from __future__ import annotations
 

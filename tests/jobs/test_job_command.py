@@ -46,7 +46,7 @@ def test_without_a_terminal_a_launch_says_now_and_then_how_far_it_is(
 ) -> None:
     monkeypatch.setattr("executors.cli.output.QUIET_S", 0.01)
     monkeypatch.setattr("executors.cli.output.PROGRESS_EVERY_S", 0.01)
-    machines.fail("start", when=lambda: time.sleep(0.3), rank=1)  # so that somebody has the time to say it
+    machines.fail("start", when=lambda: time.sleep(0.3), rank=1)  # so that there is time to print it
     told = command.replicas(*LAUNCH, "--n", 2)
     assert told.code == 0, told
     assert "Starting 2 replicas of otter: 1 of 2 started …" in told.stderr.splitlines()
@@ -107,7 +107,7 @@ def test_a_page_is_shown_with_its_rank_where_others_joined_or_are_added_during_t
         now = look(self)
         monkeypatch.setattr(Run, "status", look)
         assert run.add(FakeExecutor(), 1) == [2]
-        look(self)  # as whoever asks for handles, one of which is missing
+        look(self)  # a reader of handles would find that one is missing
         return now
 
     monkeypatch.setattr(Run, "status", look_before_somebody_adds)

@@ -1,4 +1,4 @@
-"""How replicas that are jobs run and end, as far as the contract of executors does not say it already."""
+"""Tests how replicas that are jobs run and end, in addition to the contract of executors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from executors.testing import eventually
 
 
 def test_each_way_to_end_a_job_from_outside_has_its_reason(machines: Machines) -> None:
-    run = start(7, "hang", args={"deaf": True})  # one that hears SIGTERM leaves an outcome of its own
+    run = start(7, "hang", args={"deaf": True})  # a replica that receives SIGTERM writes its own outcome
     wait_until_hanging(run)
     killed, memory, evicted, forgotten, stopped, cancelled, broken = (machines.job_of(run, rank) for rank in range(7))
     machines.end(killed)
@@ -65,7 +65,7 @@ def test_each_way_to_end_a_job_from_outside_has_its_reason(machines: Machines) -
 
 
 def be_silent_for(run: Run, rank: int, seconds: float) -> None:
-    """Let the last heartbeat of a replica that is gone be so old."""
+    """Set the age of the last heartbeat of a lost replica."""
     view_of(run).store.put(f"otter/replicas/{rank:04d}/0/heartbeat.json", to_bytes({"at": time.time() - seconds}))
 
 
@@ -104,7 +104,7 @@ def test_a_replica_whose_job_is_unknown_is_lost_when_its_heartbeat_has_stood_sti
     for now in (0.0, STILL_S - 1):  # noqa: B007 - it is the clock
         eventually(lambda: executor.observe(ask) == [Observation(doing="Fake does not know its job")])
     if has_started:
-        be_silent_for(run, 0, 5)  # the last one came late
+        be_silent_for(run, 0, 5)  # the last heartbeat came late
         now = STILL_S
         assert executor.observe(ask)[0].outcome is None
         now = 2 * STILL_S - 1
@@ -135,7 +135,7 @@ def test_a_single_look_at_a_replica_that_never_beat_goes_by_when_it_was_begun(
     machines.end(machines.job_of(run, 0))
     machines.jobs[0].is_forgotten = True
     begun_at = time.time() - age_s
-    queued_s = 86400 if has_started else 0  # the claim is the later sign of life
+    queued_s = 86400 if has_started else 0  # the claim is newer than the heartbeat
     intent = {"nonce": "n", "by": "its launcher", "at": begun_at - queued_s}
     view_of(run).store.put("otter/replicas/0000/0/intent.json", to_bytes(intent))
     if has_started:

@@ -1,4 +1,4 @@
-"""Launchers in clouds as processes of their own: killed, interrupted, two at once, on other machines."""
+"""Tests launchers of jobs as separate processes: killed, interrupted, two at the same time, on other machines."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def folder(hf: HubServer) -> Folder:
 
 
 def living(hub: HubServer) -> list[tuple[str, str]]:
-    """Return rank and attempt of the jobs that run or will."""
+    """Return rank and attempt of the jobs that run or wait."""
     labels = [job.labels for job in hub.jobs.newest_first() if not job.is_over]
     return sorted((label["replicas-rank"], label["replicas-attempt"]) for label in labels)
 
@@ -173,7 +173,7 @@ def test_a_launch_that_is_cancelled_elsewhere_before_it_has_its_machines_ends_as
     modal_runs.capacity = 0
 
     def cancel() -> None:
-        modal_runs.wait_for("SandboxGetTaskId")  # so it has been created, and waits
+        modal_runs.wait_for("SandboxGetTaskId")  # so the job was created, and waits
         attach("otter", rendezvous=s3.url("runs")).cancel()
 
     with ThreadPoolExecutor() as pool:
@@ -308,7 +308,7 @@ def test_a_run_is_resumed_as_it_was_launched(hf: HubServer, folder: Folder, monk
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run Python as on another machine: none of this one's runs is known there."""
+    """Run Python as on another machine, which does not know the runs of this machine."""
     (tmp_path / "elsewhere").mkdir()
 
     def python(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -144,7 +144,7 @@ def window_of_entries(path: Path) -> Log:
 
 @pytest.fixture
 def long_log(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path], Log]], bytes]:
-    """Have the service of a run of one replica give a long log in some way; return all of it."""
+    """Let the service return a long log in a given way, for a run of one replica. Return the whole log."""
     assert start(1).wait(60)
     (job,) = machines.jobs
     whole = LONG + job.log.read_bytes()

@@ -1,4 +1,4 @@
-"""What is secret reaches a replica by a secret of its job, and is to be seen nowhere else."""
+"""Secret values reach a replica through a secret of its job, and appear nowhere else."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_secret_is_seen_by_the_replica_and_by_no_one_else(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    caplog.set_level(logging.INFO)  # below it botocore itself tells its headers
+    caplog.set_level(logging.INFO)  # at lower levels, botocore itself logs its headers
     caplog.set_level(logging.DEBUG, "executors")
     executor = HFJobsExecutor(secrets=["BY_OPTION"])
     names = [*secrets, RUN_KEY]
@@ -60,7 +60,7 @@ def test_a_secret_is_seen_by_the_replica_and_by_no_one_else(
     run = launch(executor, digests, 1, secrets=["BY_LAUNCH"], signed=True)
     secrets[RUN_KEY] = key_file(run.run_id).read_text()
     expected = {name: hashlib.sha256(value.encode()).hexdigest() for name, value in secrets.items()}
-    expected["HF_TOKEN"] = hashlib.sha256(b"").hexdigest()  # nobody asked for it
+    expected["HF_TOKEN"] = hashlib.sha256(b"").hexdigest()  # this variable was not requested
     assert run.results() == [expected]
 
     for name, value in secrets.items():

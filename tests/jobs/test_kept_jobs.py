@@ -1,4 +1,4 @@
-"""Runs on a service that are kept from outside: what ended with its container is started anew, by whoever keeps."""
+"""Controllers outside of containers restart ranks of a run at a service if their containers have ended."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def folder(machines: Machines, tmp_path: Path) -> Path:
 
 
 def waits(folder: Path, n: int = 2, **more: Any) -> Run:
-    """Launch replicas that wait until a file is there."""
+    """Launch replicas that wait until a file exists."""
     run = start(n, args={"folder": str(folder)}, **more)
     eventually(lambda: len(list(folder.iterdir())) == n, "all wait")
     return run
@@ -103,7 +103,7 @@ def log_of(run: Run) -> list[Decision]:
 
 
 def lose_container(machines: Machines, job: FakeJob) -> None:
-    """End a job and all its processes without a word."""
+    """End a job and all its processes without any notice."""
     machines.end(job)
 
 
@@ -112,7 +112,7 @@ def preempt(machines: Machines, job: FakeJob) -> None:
 
 
 def give_notice(machines: Machines, job: FakeJob) -> None:
-    """Preempt a job whose container hears of it, and leaves an outcome that knows no more than a signal."""
+    """Preempt a job. Its container gets a notice, and writes an outcome that has only the signal."""
     machines.end(job, "preempted", gently=True)
 
 
@@ -290,7 +290,7 @@ def test_an_attached_run_has_a_lease_which_its_launcher_renews_and_a_second_watc
     assert machines.jobs[0].job.env["REPLICA_LEASE_S"] == "900.0"
     second = LeaseHolder(view_of(run).store, run.run_id, yields=True, renew_s=0.2)
     second.renew()
-    assert json.loads(bytes(view_of(run).store.get(key))) == lease  # somebody else renews it
+    assert json.loads(bytes(view_of(run).store.get(key))) == lease  # another process renews the lease
     second.start()
     taken = eventually(
         lambda: (found := json.loads(bytes(view_of(run).store.get(key)))) != lease and found, "it is taken over"
@@ -303,7 +303,7 @@ def test_an_attached_run_has_a_lease_which_its_launcher_renews_and_a_second_watc
 
 
 def renewed_last(run: Run, *, by: str, age_s: float = 0.0) -> None:
-    """Leave the lease as a launcher does that has ended."""
+    """Let the lease look as if its launcher has ended."""
     view_of(run).store.put(
         f"{run.run_id}/lease.json", to_bytes({"holder": "gone", "by": by, "at": time.time() - age_s})
     )
@@ -391,7 +391,7 @@ def test_a_stop_ends_what_is_not_ended_in_time_and_a_resume_continues(machines: 
 
 
 def test_a_closed_laptop_another_machine_brings_a_run_back_with_its_url_alone(hf: HubServer, tmp_path: Path) -> None:
-    """The launcher is gone, a container is lost meanwhile, and a machine that knows nothing of the run makes a pass."""
+    """The launcher is gone, and a container is lost. A machine that knows only the run's url makes a pass."""
     here = Folder(Path.cwd())
     where = ("--backend", "hf", "--run-id", "otter", "--detach", "--env", "WORDS=secret")
     Path("job.py").write_text(HANGS_ONCE)

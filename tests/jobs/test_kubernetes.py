@@ -1,4 +1,6 @@
-"""The calls to Kubernetes at a stand-in made from the client's models: Secrets, errors, queues, and what ends a pod."""
+"""Tests the calls to Kubernetes with a stand-in made from the client's models: Secrets, errors, queues, and ends of
+pods.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ def test_a_lost_answer_leaves_one_job_that_has_its_secret(
     if route == "create_job" and not after_applying:
         assert found == [[], []]
         assert not k8s.cluster.secrets
-    else:  # whoever finds the Job has given it its Secret
+    else:  # the process that finds the Job gives it its Secret
         assert len(k8s.cluster.jobs) == len(k8s.cluster.secrets) == 1
     ids = service.start_jobs(jobs)
     assert [each for each in found if each] in ([], [[ids[0]], [ids[1]]])
@@ -122,7 +124,7 @@ def test_pods_wait_for_a_secret_whose_launcher_died_and_nothing_of_it_is_left(
     with contextlib.suppress(JobServiceError):
         service.start_jobs([job()])
     assert not k8s.cluster.secrets
-    other = KubernetesJobs()  # which has no value for it
+    other = KubernetesJobs()  # this Secret has no value for the variable
     (job_id,) = other.find(job().key)
     eventually(lambda: "secret" in other.state(job_id).message)
     assert other.state(job_id).message == f'CreateContainerConfigError: secret "{job_id["job"]}" not found'
@@ -138,7 +140,7 @@ def test_a_job_of_that_name_that_is_another_is_left_alone(k8s: ApiServer, servic
     assert service.start_jobs([job(SLEEP)]) == [job_id]
 
 
-# What is shown
+# Shown states
 
 
 def test_a_run_is_told_from_one_list_and_64_ranks_are_found_by_one(k8s: ApiServer, service: KubernetesJobs) -> None:

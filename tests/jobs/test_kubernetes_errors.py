@@ -1,4 +1,6 @@
-"""What Kubernetes refuses or does not answer: before a launch, at each call, and where a Job is not the one named."""
+"""Tests refusals and missing answers of Kubernetes: before a launch, at each call, and for a Job that is not the named
+one.
+"""
 
 from __future__ import annotations
 
@@ -214,12 +216,12 @@ def test_the_newest_of_the_events_is_told_although_the_server_counts_an_older_on
     later = {"creationTimestamp": now(60.0)}
     between = {"message": "second", "lastTimestamp": now(60.0), "metadata": {**first["metadata"], **later}}
     k8s.cluster.events.append({**first, **between})
-    first["lastTimestamp"] = now(120.0)  # it came again, and was counted
+    first["lastTimestamp"] = now(120.0)  # the request was repeated and counted
     assert service.state(job_id).message.endswith("forbidden: first")
 
 
 def test_nothing_is_imported_between_a_job_and_its_secret(k8s: ApiServer, tmp_path: Path) -> None:
-    """A kubelet that finds no Secret looks again 10 to 15 s later."""
+    """If a kubelet finds no Secret, it looks again only 10 to 15 s later."""
     script = tmp_path / "starts.py"
     script.write_text(STARTS)
     done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, check=False)
@@ -319,6 +321,6 @@ def test_a_job_of_another_cluster_is_not_called_lost(k8s: ApiServer, service: Ku
         assert raised.value.kind == "rejected"
         assert not isinstance(raised.value, ForeignJobError)
     (job_id,) = service.start_jobs([job()])
-    by_another_name = {**job_id, "server": "https://10.96.0.1:443"}  # as a pod knows it
+    by_another_name = {**job_id, "server": "https://10.96.0.1:443"}  # the name as a pod sees it
     assert service.verify(by_another_name, job().key) == by_another_name
     assert service.states({job().key: by_another_name}).keys() == {job().key}

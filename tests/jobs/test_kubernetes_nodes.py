@@ -21,7 +21,7 @@ from executors.testing import eventually
     ("reason", "told"), [("Evicted", "preempted"), ("Preempting", "preempted"), ("NodeShutdown", "preempted")]
 )
 def test_the_end_of_a_container_is_not_the_end_of_its_pod(k8s: ApiServer, reason: str, told: str) -> None:
-    """Its kubelet says later why it ended the container: whoever looks in between must not see a signal."""
+    """The kubelet reports later why it ended the container. A reader in between must not see a signal."""
     k8s.cluster.kubelet.grace_s, k8s.cluster.kubelet.reports_ends = 0.1, False
     service = KubernetesJobs()
     (job_id,) = started(service, job(SLEEP))
@@ -76,7 +76,7 @@ def test_the_collector_that_removes_a_waiting_pod_fails_it_first_and_that_is_not
     (job_id,) = service.start_jobs([job()])
     k8s.until(lambda: k8s.cluster.pods)
     pod = k8s.pod(job_id["job"], 0)
-    with k8s.cluster.changed:  # as between the two requests of the collector
+    with k8s.cluster.changed:  # the state between the two requests of the garbage collector
         pod.wire["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
         pod.status["phase"] = "Failed"
     assert service.state(job_id) == JobState(True, "lost", message=DELETED_EARLY)
@@ -105,7 +105,8 @@ def test_the_standstill_of_a_heartbeat_counts_from_when_its_node_ceased_to_answe
     eventually(lambda: view_of(run).newest_attempt(0).beat() is not None)
     (pod,) = k8s.cluster.pods.values()
     beat = view_of(run).newest_attempt(0).beat()
-    monkeypatch.setattr("executors.attempt.Attempt.beat", lambda self: beat)  # its node is dead: it beats no more
+    # the node is dead, so the replica writes no more heartbeats
+    monkeypatch.setattr("executors.attempt.Attempt.beat", lambda self: beat)
     service, now = KubernetesJobs(), [0.0]
     ends = JobOutcomeRecorder(service, JobStatePoller(service), clock=lambda: now[0])
     handle = view_of(run).reader.handles.of(0)

@@ -1,4 +1,4 @@
-"""A queue suspends Jobs, as Kueue does: what becomes of their replicas, and of the Jobs that stay in the queue."""
+"""Tests a queue that suspends Jobs, as Kueue does: the ends of replicas, and the Jobs that stay in the queue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from executors.backends.kubernetes import KubernetesExecutor, KubernetesJobs
 from executors.backends.kubernetes_pods import TAKEN_BACK
 from executors.testing import eventually
 
-HURRIED = {"REPLICA_NOTICE_S": "0.1"}  # else a replica has nearly all the time that its cluster leaves
+HURRIED = {"REPLICA_NOTICE_S": "0.1"}  # otherwise a replica gets nearly all of the time that its cluster allows
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What bounds the cost of a run bounds all that is started of it."""
+"""The limit of a run's cost applies to every replica that is started for it."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def _a_price(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def limits(machines: Machines) -> list[float]:
-    """Return for how long each job's replica may run."""
+    """Return the time limit of each job's replica."""
     return [float(each.job.env["REPLICA_TIMEOUT_S"]) for each in machines.jobs]
 
 
 def has_run(run: Run, rank: int, number: int, seconds: float) -> None:
-    """Let an attempt have begun earlier than it did."""
+    """Move the beginning of an attempt to an earlier time."""
     attempt = Attempt(view_of(run).store, run.run_id, rank, number)
     claim = json.loads(bytes(view_of(run).store.get(attempt.key("started.json"))))
     view_of(run).store.put(attempt.key("started.json"), to_bytes({**claim, "at": time.time() - seconds}))
 
 
 def preempted(run: Run, machines: Machines, rank: int, number: int, after_s: float) -> None:
-    """Take the machine of an attempt back, once it hangs."""
+    """Take the machine of an attempt back when the attempt hangs."""
     attempt = Attempt(view_of(run).store, run.run_id, rank, number)
     eventually(lambda: attempt.has("handle.json") and "hanging" in run.logs(rank), f"attempt {number} hangs")
     has_run(run, rank, number, after_s)
@@ -58,7 +58,7 @@ def test_a_replica_that_was_preempted_gets_the_rest_of_max_cost_and_no_more(mach
     preempted(run, machines, 0, 1, 1590.0)
     keeper.join()
     assert limits(machines) == [SHARE_S, pytest.approx(SHARE_S - 2000, abs=60)]
-    # A container is paid for while it installs, so the service ends it after what was paid for.
+    # A container costs money while it installs, so the service's limit includes that time.
     assert [each.job.limit_s for each in machines.jobs] == [int(limit_s) for limit_s in limits(machines)]
     (outcome,) = run.outcomes()
     assert (outcome.attempt, outcome.reason) == (2, "timeout")
@@ -90,7 +90,7 @@ def test_a_rank_that_is_resumed_at_another_price_gets_the_rest_of_its_money(
         monkeypatch.setattr(FakeJobs, "price_per_hour", lambda self, gpu: usd_per_hour)
 
     def resumed() -> Run:
-        """Resume the rank, once it has ended, for as long as its money lasts."""
+        """Resume the rank after its end, for the time that the remaining money allows."""
         run.cancel()
         assert run.wait(60)
         return resume(attached(), timeout=36000.0)
@@ -102,7 +102,7 @@ def test_a_rank_that_is_resumed_at_another_price_gets_the_rest_of_its_money(
     costs(2.0)
     run = resumed()
     eventually(lambda: Attempt(view_of(run).store, run.run_id, 0, 1).has("started.json"), "attempt 1 begins")
-    has_run(run, 0, 1, 9000.0)  # five of the ten dollars that were left
+    has_run(run, 0, 1, 9000.0)  # five of the remaining ten dollars
     costs(20.0)
     run = resumed()
     assert limits(machines) == [SHARE_S, pytest.approx(18000, abs=600), pytest.approx(900, abs=60)]
@@ -146,8 +146,8 @@ def test_the_time_of_a_rank_is_that_of_its_containers_and_not_until_another_proc
             its.store.put(its.key("intent.json"), b"{}")
 
     attempt(0, 0, 90, 100, "node", is_launched=True)
-    attempt(1, 110, 190, 200, "node", is_launched=False)  # a process after another, in the same container
-    attempt(2, 1000, 1050, 9000, "laptop", is_launched=True)  # found in the morning
+    attempt(1, 110, 190, 200, "node", is_launched=False)  # one process after another in the same container
+    attempt(2, 1000, 1050, 9000, "laptop", is_launched=True)  # the end was found much later
     assert [sum(used_s(first.at(number)).values()) for number in range(4)] == [0, 100, 200, 250]
 
 

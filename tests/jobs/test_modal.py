@@ -1,4 +1,4 @@
-"""Modal: what is asked of it, what it refuses, and what its answers and failures mean, on both of the SDK's back ends.
+"""Tests requests to Modal, and how its refusals, answers and failures are read, on both of the SDK's back ends.
 
 Without a GPU a sandbox goes to the newer back end, with one to the older.
 """
@@ -50,7 +50,7 @@ def job(gpu: str | None) -> JobSpec:
     return JobSpec(KEY, HANG, (), {}, {}, gpu=gpu)
 
 
-# What is asked for
+# Requests
 
 
 def test_all_options_reach_the_request(modal_runs: ModalServer, gpu: str | None) -> None:
@@ -104,7 +104,7 @@ def test_no_secret_is_seen_outside_secret_objects(
     names = ["WANDB_KEY", "AWS_SECRET_ACCESS_KEY", "MINE"]
     own = {"MINE": "my-own-value"}
     run = launch("modal", task("variables"), 1, args={"names": names}, gpu=gpu, secrets=["wandb"], env=own)
-    # The variables are there, where the replica runs,
+    # The replica has the variables.
     assert run.results() == [
         {
             "WANDB_KEY": "the-key-of-wandb",
@@ -113,15 +113,15 @@ def test_no_secret_is_seen_outside_secret_objects(
         }
     ]
     values = ["the-key-of-wandb", TOKEN_SECRET, *CREDENTIALS.values()]
-    # and nowhere else: not in what the service is asked,
+    # They are nowhere else: not in requests to the service,
     assert {value: modal_runs.requests_carrying(value) for value in values} == {value: [] for value in values}
-    # nor in the store, but for the result, which the test itself returned,
+    # not in the store, except for the result, which the test itself returned,
     store = open_store(s3.url("runs"))
     kept = {entry.key: bytes(store.get(entry.key)).decode(errors="replace") for entry in store.list("")}
     assert [key for key, text in kept.items() if any(value in text for value in (*values, "my-own-value"))] == [
         f"{run.run_id}/replicas/0000/0/outcome.json"
     ]
-    # nor on the command line, in handles, or in what is printed.
+    # and not on the command line, in handles, or in printed text.
     (sandbox,) = modal_runs.sandboxes
     shown = [
         *sandbox.definition.entrypoint_args,
@@ -162,7 +162,7 @@ def test_in_a_notebook_where_an_event_loop_runs_nothing_complains(modal_runs: Mo
     assert asyncio.run(cell()) == ["said"]
 
 
-# What is refused before anything is written
+# Refused before anything is written
 
 
 def test_what_is_missing_is_said_with_the_remedy_and_nothing_is_written(
@@ -201,7 +201,7 @@ def test_what_is_missing_is_said_with_the_remedy_and_nothing_is_written(
     assert list(open_store(s3.url("runs")).list("")) == []
 
 
-# What its answers mean
+# Answers
 
 
 def test_each_way_to_end_has_its_state(modal_runs: ModalServer, service: JobService, job: JobSpec) -> None:
@@ -217,11 +217,11 @@ def test_each_way_to_end_has_its_state(modal_runs: ModalServer, service: JobServ
     service.stop(ids[4])
     eventually(lambda: all(service.state(each).has_ended for each in ids))
     assert [service.state(each) for each in ids] == [
-        JobState(True, "oom", 137),  # what killed it from inside the container is most likely the kernel
+        JobState(True, "oom", 137),  # a kill from inside the container is most likely by the kernel
         JobState(True, "oom", 137),
         JobState(True, "preempted", 137),
         UNKNOWN,
-        JobState(True, "preempted", 137),  # a cancel marker says that it was us
+        JobState(True, "preempted", 137),  # a cancel marker shows that this project ended it
     ]
     assert [service.logs(each, 9) for each in ids] == ["hanging\n"] * 3 + ["", "hanging\n"]
     assert stopped != vanished
@@ -429,7 +429,7 @@ def test_a_version_of_python_is_a_text_wherever_an_option_is_given(
     assert modal_runs.sandboxes == []
 
 
-# What it costs
+# Cost
 
 
 @pytest.mark.parametrize(

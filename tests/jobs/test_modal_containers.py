@@ -1,4 +1,4 @@
-"""What replicas at Modal start in: images and volumes."""
+"""Tests the images and volumes of replicas at Modal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever loses the bucket can still end what they pay for: no store or service that fails keeps a job alive unsaid.
+"""Users who lose the bucket can still end the jobs that they pay for. If a job cannot be ended, that is reported.
 
 Each row loses the store, or the service, in another way, and then ends a run in another way. Jobs of the stand-in for
 Hugging Face wait for their hardware, so a row starts no process. Limits of time are shortened; what they are for is
@@ -36,7 +36,7 @@ from executors.run.job_notes import noted_jobs
 from executors.run.run import manager_of, view_of
 from executors.testing import eventually
 
-pytestmark = pytest.mark.timeout(480)  # a call that hangs is waited for in earnest
+pytestmark = pytest.mark.timeout(480)  # the tests really wait for a call that hangs
 
 CPU = "cpu-basic"
 STORE_FAULTS: dict[str, dict[str, Any]] = {
@@ -49,7 +49,7 @@ HANG = "import time\ndef main():\n    print('hanging', flush=True)\n    time.sle
 
 
 class RUN:
-    """The run of the test that runs. Threads of the test before may still wait for a store, and then write."""
+    """The id of the current test's run. Threads of an earlier test may still wait for a store, and write later."""
 
     id: ClassVar[str] = ""
     numbers: ClassVar[Iterator[int]] = itertools.count()
@@ -62,14 +62,14 @@ def _a_run_of_its_own() -> None:
 
 @pytest.fixture(params=STORE_FAULTS)
 def lose_the_store(request: pytest.FixtureRequest, s3: S3Server) -> Iterator[Callable[[], None]]:
-    """What makes the store fail from then on."""
+    """The ways in which the store fails from a given moment on."""
     yield lambda: s3.misbehave(**STORE_FAULTS[request.param])
     s3.misbehave()  # requests that hang end
 
 
 @pytest.fixture
 def in_a_moment(monkeypatch: pytest.MonkeyPatch, quick_tries: None) -> None:
-    """Whoever waits for a store or a service waits less long."""
+    """Shorten the waits for stores and services."""
     for name, seconds in {
         "executors.run.canceller.HEAD_START_S": 0.5,
         "executors.run.canceller.STORE_S": 0.5,
@@ -102,7 +102,7 @@ def command(folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def living(hub: HubServer) -> list[str]:
-    """Return the ranks of the jobs that run or will."""
+    """Return the ranks of the jobs that run or wait."""
     return sorted(job.labels["replicas-rank"] for job in hub.jobs.newest_first() if not job.is_over)
 
 

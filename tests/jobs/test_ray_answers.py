@@ -1,4 +1,4 @@
-"""What is asked of Ray, and what its answers mean, also those of a server that lies. A real head: contract/test_ray."""
+"""Tests requests to Ray, and how its answers are read, also wrong ones. contract/test_ray tests a real head."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ DEEP = "[" * 5000 + "]" * 5000
 
 
 class Stub:
-    """A server that says what it is told to: bytes, or a status with a text, or nothing at all."""
+    """A server that sends planned answers: bytes, a status with a text, or no answer."""
 
     def __init__(self) -> None:
         self.says: dict[str, Any] = {}
-        """By the beginning of method and path."""
+        """The planned answers, by the beginning of method and path."""
         self.requests: list[tuple[str, str | None]] = []
-        """Method and path of each, and its token."""
+        """Method, path and token of each request so far."""
         self.bodies: list[Any] = []
         stub = self
 
@@ -58,7 +58,7 @@ class Stub:
                 for name, value in headers:
                     self.send_header(name, value)
                 self.end_headers()
-                with contextlib.suppress(OSError):  # who asked has heard enough
+                with contextlib.suppress(OSError):  # the client has closed the connection
                     self.wfile.write(data)
 
             do_GET = do_POST = do_PUT = answer
@@ -118,7 +118,7 @@ def calls_of(service: JobService) -> dict[str, Callable[[], Any]]:
     }
 
 
-# What its failures mean
+# Failures
 
 
 def test_each_failure_has_its_kind_and_its_words(stub: Stub, service: JobService) -> None:
@@ -200,7 +200,7 @@ def test_no_more_is_read_than_is_bearable(stub: Stub, service: JobService, monke
     assert f"Read it with: ray job logs {KEY.name}" in str(error)
 
 
-# What its answers mean
+# Answers
 
 
 def test_each_way_to_end_has_its_state() -> None:
@@ -282,7 +282,7 @@ def test_each_look_reads_a_log_once_and_a_long_one_is_looked_at_rarely(stub: Stu
     assert pauses[2] > 8.0
 
 
-# What is asked of it
+# Requests
 
 
 def test_a_replica_gets_what_was_asked_for_under_the_name_of_its_attempt(

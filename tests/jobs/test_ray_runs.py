@@ -1,4 +1,4 @@
-"""Runs on a stand-in that keeps what has ended, as Ray does, and runs nothing. A real head: contract/test_ray."""
+"""Tests runs with a stand-in for Ray that keeps ended jobs and runs nothing. contract/test_ray tests a real head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from executors.run.run import view_of
 
 
 class KeepsJobs(RayClient):
-    """A head that keeps what has ended under its name, as Ray does, and refuses to start it again."""
+    """A head that keeps ended jobs under their names, as Ray does, and refuses to start them again."""
 
     kept: ClassVar[dict[str, RayJob]] = {}
 

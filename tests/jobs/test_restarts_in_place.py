@@ -1,4 +1,4 @@
-"""A container keeps its replica: what dies there comes back there, and no service is asked for anything."""
+"""A replica that dies in its container is restarted in the same container, without any request to the service."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Service:
 
     backend: str
     count: Callable[[], int]
-    """Returns how many requests there were."""
+    """Returns the number of requests so far."""
     send: Callable[[Run, int], None]
     """Sends a signal to the first process of a job."""
 
@@ -67,7 +67,7 @@ def service(request: pytest.FixtureRequest, s3: S3Server) -> Service:
 
 
 def waiting(attempt: Attempt) -> int:
-    """Wait until an attempt waits; return its pid."""
+    """Wait until an attempt waits, and return its pid."""
     eventually(lambda: attempt.has("printed"), f"attempt {attempt.number} waits")
     claim = attempt.find("started.json", Claim.parse)
     assert claim is not None
@@ -75,7 +75,8 @@ def waiting(attempt: Attempt) -> int:
 
 
 def start(backend: str, *, waits_until: int, restarts: str | None = "1,backoff=0s") -> tuple[Run, Attempt]:
-    env = {"REPLICA_NOTICE_S": "5"}  # as long as a replica has after SIGTERM, which it then gets at once
+    # the notice is as long as the grace of a replica, so the replica gets SIGTERM at once
+    env = {"REPLICA_NOTICE_S": "5"}
     args = {"waits_until": waits_until}
     run = launch(backend, "job.py:main", 1, args=args, run_id="otter", restarts=restarts, env=env)
     return run, Attempt(view_of(run).store, "otter", 0)

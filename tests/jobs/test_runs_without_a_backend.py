@@ -1,4 +1,4 @@
-"""A run on several backends where something is missing: a backend that is not to be had, the end of a launch."""
+"""Tests runs on several backends if a backend is not installed here, or the launch was interrupted."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def ended_on_two(go: Path) -> Run:
 
 
 class Overtaken(FakeExecutor):
-    """Lets another process begin attempt 1 of rank 1 just before it would."""
+    """An executor that lets another process begin attempt 1 of rank 1 just before it does so itself."""
 
     def start_ranks(self, start: StartSpec, *more: Any) -> Any:
         run = start.spec
@@ -139,7 +139,7 @@ def test_a_process_that_added_can_watch_and_resume_where_the_launchs_backend_is_
     assert run.add(LocalProcessExecutor(**LOCAL), 1, detach=True) == [1]
     added = Attempt(view_of(run).store, "otter", 1)
     eventually(lambda: added.has("started.json"), "it runs")
-    attach("otter").cancel(1)  # where no installed package registers the launch's backend, and so below
+    attach("otter").cancel(1)  # from here on, no installed package registers the backend of the launch
     assert resume(attach("otter"), ranks=[1], detach=True).status().replicas[1].attempt == 1
     assert attach("otter").logs(1) == ""
     watched = Folder(Path.cwd()).replicas("watch", "otter", "--once")
@@ -199,7 +199,7 @@ def test_threads_that_look_at_once_count_each_addition_once(go: Path, monkeypatc
 def both_read_if_unguarded(barrier: threading.Barrier) -> None:
     try:
         barrier.wait(0.2)
-    except threading.BrokenBarrierError:  # one at a time, as is right
+    except threading.BrokenBarrierError:  # one start at a time
         barrier.reset()
 
 

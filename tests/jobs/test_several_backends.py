@@ -1,4 +1,4 @@
-"""One run on several backends: launched there at once, or joined later by replicas that somebody adds elsewhere."""
+"""Tests one run on several backends: launched on all of them, or with replicas that a user adds later."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_replicas_are_added_by_another_executor_and_count_like_the_others(machin
     waiting = threading.Thread(target=run.wait, args=(120,))
     waiting.start()
     machines.end(machines.job_of(run, 2))
-    come(folder, "2-1")  # whoever added it starts it anew
+    come(folder, "2-1")  # the process that added the rank restarts it
     (folder / "go").touch()
     waiting.join()
     assert run.results() == [[0, 0], [1, 0], [2, 1]]
@@ -183,7 +183,7 @@ def test_replicas_are_added_by_another_executor_and_count_like_the_others(machin
 def test_what_is_added_to_a_run_that_was_let_go_is_said_to_continue(
     machines: Machines, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its containers read the run's lease, which nobody has to renew any more."""
+    """Its containers read the run's lease, which no process needs to renew any more."""
     run = launched(folder, f"{FAKE}:1")
     note = "Run 'otter' continues on its own, and so do the added replicas, to their time limit"
     found = attach("otter", executor=FakeExecutor())

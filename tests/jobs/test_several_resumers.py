@@ -1,4 +1,4 @@
-"""Runs of jobs that several resume at once, or that a resume does not bring back: one job a rank, and no other."""
+"""If several processes resume a run of jobs at the same time, or a resume fails, each rank has at most one job."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_run_is_resumed_after_a_resume_that_failed(machines: Machines) -> None
 
 
 class Refusing(FakeExecutor):
-    """Starts no third attempt."""
+    """An executor that refuses to start a third attempt."""
 
     def __init__(self, error: type[BaseException]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_a_resume_that_is_refused_in_part_leaves_nothing_running(
 
 
 class Overtaken(FakeExecutor):
-    """Lets another resume go first, once, when attempts beyond the first are asked for."""
+    """An executor that lets another resume run first, once, when it must start later attempts."""
 
     def __init__(self, ranks: list[int] | None) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def test_a_resume_that_is_overtaken_in_part_and_fails_ends_its_own_jobs_alone(ma
 
 
 class BesideOneThatDies(FakeExecutor):
-    """Another process begins rank 1 first, and dies before its service has heard of it."""
+    """An executor for which another process begins rank 1 first, and dies before it calls the service."""
 
     def start_ranks(self, start: StartSpec, *more: Any) -> Any:
         run = start.spec
@@ -146,7 +146,7 @@ def test_a_process_that_resumes_beside_one_that_dies_does_not_wait_for_its_rank(
 def test_what_was_reported_of_an_attempt_is_not_taken_for_the_next_one_that_begins_while_others_are_looked_at(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else who resumes then gives the rank a third attempt, and a second job."""
+    """Otherwise a resume would start a third attempt of the rank, and a second job."""
     launched(machines, 2).cancel()
     look, others = view_of(attached()).reader, iter([[], [0], [1]])
     update = look.records.update

@@ -1,4 +1,4 @@
-"""What only a Slurm cluster does, at a real one on loopback."""
+"""Tests the behavior that only Slurm has, with a real cluster on loopback."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def started(n: int, entrypoint: str = "job.py:main", **more: Any) -> Run:
 
 
 def job_of(run: Run, rank: int) -> str:
-    """Name the job of a rank as Slurm's commands do."""
+    """Return the id of a rank's job for Slurm's commands."""
     job = run.handles[rank].metadata["job"]
     return f"{job['id']}_{job['task']}"
 
@@ -53,7 +53,7 @@ def states(slurm: Cluster, *which: str) -> list[str]:
 
 
 def recorded_starts(monkeypatch: pytest.MonkeyPatch) -> list[list[JobSpec]]:
-    """Return the groups of jobs that are asked for from now on."""
+    """Return a list to which the groups of jobs that are started from now on are added."""
     asked: list[list[JobSpec]] = []
     start_jobs = SlurmJobs.start_jobs
 
@@ -160,7 +160,7 @@ def test_what_the_cluster_does_not_have_is_refused_before_anything_is_written(
             launch(SlurmExecutor(**options), "job.py:main", 2, run_id="otter", **arguments)
     with pytest.raises(RunNotFoundError):
         attach("otter")
-    assert set(slurm.jobs()) <= set(before)  # of which some are forgotten meanwhile
+    assert set(slurm.jobs()) <= set(before)  # Slurm forgets some of these meanwhile
     assert launch(SlurmExecutor(account="known"), "job.py:main", 1).results() == [{"rank": 0}]
 
 
@@ -298,7 +298,8 @@ def test_a_job_is_never_begun_again_by_slurm_nor_by_hand(slurm: Cluster, monkeyp
 
 def test_of_jobs_that_slurm_has_forgotten_an_outcome_is_used_and_none_is_lost(slurm: Cluster) -> None:
     with slurm.configured(MinJobAge="2"):
-        run = started(2, "executors.testing.tasks:hang_on", args={"rank": 1}, detach=True)  # so that nobody looks
+        # so that no process asks Slurm
+        run = started(2, "executors.testing.tasks:hang_on", args={"rank": 1}, detach=True)
         eventually(lambda: "hanging" in run.logs(rank=1))
         slurm.kill_job(job_of(run, 1))
         eventually(lambda: slurm.jobs() == [], "Slurm has forgotten the jobs", within_s=90.0)
@@ -442,5 +443,5 @@ def test_doctor_knows_what_the_cluster_keeps_and_proves_that_logs_come(
     with slurm.configured(AccountingStoreFlags="job_env"):
         assert findings("--probe") == [("launch", "ok"), ("service", "note"), ("probe", "ok")]
     monkeypatch.setattr(sys.modules["executors.cli.doctor"], "LOG_LIMIT_S", 0.0)
-    monkeypatch.setattr(SlurmJobs, "logs", lambda *_: "")  # as where a node writes into a folder of its own
+    monkeypatch.setattr(SlurmJobs, "logs", lambda *_: "")  # as if each node wrote into its own folder
     assert findings("--probe") == [("launch", "ok"), ("probe", "wrong")]

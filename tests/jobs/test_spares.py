@@ -1,4 +1,4 @@
-"""Spares: containers beside those of the ranks, which take over what lost its own."""
+"""Tests spares: additional containers that take over ranks whose containers were lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def spare_of(run: Run, number: int = 0) -> Attempt:
 
 
 def stands_by(run: Run) -> Run:
-    """Wait until the ranks and the spare are up."""
+    """Wait until the ranks and the spare have started."""
     eventually(lambda: spare_of(run).has("heartbeat.json"), "the spare stands by")
     ranks = [Attempt(view_of(run).store, run.run_id, rank) for rank in range(view_of(run).world_size)]
     eventually(lambda: all(rank.has("heartbeat.json") for rank in ranks), "the ranks run")
@@ -46,7 +46,7 @@ def stands_by(run: Run) -> Run:
 
 
 def starts(n: int = 1, **more: Any) -> Run:
-    """Launch replicas that run until they are told, and a spare."""
+    """Launch replicas that run until the test ends them, and a spare."""
     Path("job.py").write_text(MAIN)
     return stands_by(start(n, restarts="2,backoff=0s", spares=1, **more))
 

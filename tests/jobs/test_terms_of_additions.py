@@ -1,4 +1,4 @@
-"""What is added to a run, or resumed, gets what was asked for there: options, secrets, variables and requirements."""
+"""Added and resumed replicas get the options, secrets, variables and requirements of their own addition or resume."""
 
 from __future__ import annotations
 

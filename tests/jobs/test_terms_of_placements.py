@@ -1,4 +1,4 @@
-"""What a replica is started with is what its launch or its addition was given, whoever starts it, and wherever."""
+"""A replica starts with the values of its launch or addition, whichever process on whichever machine starts it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_two_additions_at_once_are_both_noted(monkeypatch: pytest.MonkeyPatch) -
 
     def slowly(run_id: str) -> Note | None:
         note = find_note(run_id)
-        with contextlib.suppress(threading.BrokenBarrierError):  # one at a time, as is right
+        with contextlib.suppress(threading.BrokenBarrierError):  # one start at a time
             both_read.wait(0.2)
         return note
 
@@ -133,7 +133,7 @@ def test_a_cancel_ends_all_that_it_can_before_it_tells_of_what_it_cannot(
     machines.fail("verify", "rejected", times=None)
     handle = Attempt(view_of(run).store, "otter", 0).key("handle.json")
     view_of(run).store.put(handle, bytes(view_of(run).store.get(handle)).replace(b"job-0", b"job-9"))
-    (state_home / "replicas" / "otter" / "jobs.jsonl").unlink()  # else this machine knows the job that was started
+    (state_home / "replicas" / "otter" / "jobs.jsonl").unlink()  # otherwise this machine would know the started job
     with pytest.raises(BackendError):
         attach("otter").cancel()
     assert str(run.status().replicas[1].status) == "cancelled"

@@ -1,4 +1,7 @@
-"""Real replicas that are killed and started again, at random and at every call of the rendezvous: nothing shows."""
+"""Kills real replicas at random and at every call of the rendezvous.
+
+They start again, and the result is not affected.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from executors.worker.chaos import EVERY_REPLICA
 pytestmark = pytest.mark.slow
 
 LOCAL = LocalProcessExecutor(term_grace_s=0.5)
-SEED = 1  # of the first model and all data
+SEED = 1  # the seed of the first model and of all data
 
 
 @cache
@@ -56,14 +59,14 @@ def death_of(run: Run, rank: int, attempt: int) -> Outcome:
 
 
 def is_unharmed(run: Run, n: int, rounds: int) -> None:
-    """The run has ended, all hold one anchor, and it is as good as one that nobody disturbed."""
+    """Check that the run has ended with one anchor, and that its loss is as low as without kills."""
     results = run.results()
     assert [result["rounds"] for result in results] == [rounds] * n
     assert all(result["anchor"] == results[0]["anchor"] for result in results)
     assert results[0]["loss"] == pytest.approx(fault_free_loss(n, rounds), rel=0.01)
 
 
-@pytest.mark.timeout(300)  # ten seconds; a bucket that fails takes its time where others work too
+@pytest.mark.timeout(300)  # ten seconds, because a failing bucket is slow on a busy machine
 @pytest.mark.parametrize("place", ["a directory", "a bucket that fails"])
 def test_random_replicas_are_killed_again_and_again_and_the_run_is_as_good(
     s3: S3Server, tmp_path: Path, place: str
@@ -88,7 +91,7 @@ def test_random_replicas_are_killed_again_and_again_and_the_run_is_as_good(
 AT_THE_END = ("bye", "outcome")  # of a training: no gate comes after these
 GATE, ROUNDS = 12, 16
 LATE = "drop"  # ten rounds pass here while a process starts; what it did meanwhile is of another time
-SHARDED = [*sorted(FAULT_POINTS.keys() - {"own-read"}), *EVERY_REPLICA]  # only a later attempt comes to own-read
+SHARDED = [*sorted(FAULT_POINTS.keys() - {"own-read"}), *EVERY_REPLICA]  # only a later attempt reads its saved state
 SMALL = ["contribution", "contribution-read", "contribution-delete", "seal", "seal-read"]
 
 
@@ -106,7 +109,7 @@ def test_a_replica_is_killed_at_a_fault_point_before_and_after_it_and_comes_back
             open_gate(GATE)
         for rank in (1, 2):
             outcome = death_of(run, rank, 0)
-            assert outcome.signal == "SIGKILL" or (point, rank) == ("outcome", 2)  # that one had written it
+            assert outcome.signal == "SIGKILL" or (point, rank) == ("outcome", 2)  # that attempt had written it
             if outcome.signal:
                 run = resume(run, ranks=[rank])
     is_unharmed(run, 3, ROUNDS)
@@ -132,7 +135,7 @@ def test_the_first_to_publish_an_anchor_is_killed_and_another_does_it(tmp_path: 
     is_unharmed(run, 2, ROUNDS)
     dead = read_json(view_of(run).store, replica_key(run.run_id, 0, 0, "started.json"))["nonce"]
     first = SnapshotPointer.parse(view_of(run).store.get(f"{run.run_id}/diloco/main/snapshot/0"), "", UNSIGNED)
-    assert (first.nonce == dead) == (point == "pointer")  # parts without a pointer are nobody's anchor
+    assert (first.nonce == dead) == (point == "pointer")  # parts without a pointer are not an anchor
 
 
 def test_all_are_killed_between_seal_and_mean_and_come_back(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ REPLICAS = {False: 4, True: 2}  # by whether the mean is sharded; their weights 
 
 
 def count_together(sharded: bool) -> dict[str, Any]:
-    """Add 1 to a parameter of one's own at each step, and average: the sum tells what became of every step."""
+    """Add 1 to a separate parameter at each step, and average. The sum shows which steps were counted."""
     import torch
 
     from diloco import DiLoCo
@@ -50,7 +50,7 @@ def test_a_run_in_a_bucket_that_answers_badly_has_every_mean_right_and_loses_not
     local = LocalProcessExecutor()
     runs = {
         sharded: launch(local, count_together, n, args={"sharded": sharded}, rendezvous=s3.url("runs"))
-        for sharded, n in REPLICAS.items()  # both at once: they mostly wait
+        for sharded, n in REPLICAS.items()  # run both at the same time, because they mostly wait
     }
     results = {sharded: run.results() for sharded, run in runs.items()}
     kept, suffered = s3.kept(), Counter(row["fault"] for row in s3.requests())
@@ -67,7 +67,7 @@ def test_a_run_in_a_bucket_that_answers_badly_has_every_mean_right_and_loses_not
 
 
 def checked_mean(kept: dict[str, list[bytes]], run: Run, entry: int, sharded: bool) -> Floats:
-    """Return the mean of an entry, which is that of what was sealed, and of everybody."""
+    """Return the mean of an entry, after checking that it is the mean of the sealed contributions of all replicas."""
     under, n = f"runs/{run.run_id}/diloco/main", REPLICAS[sharded]
     (data,) = kept[f"{under}/seal/{entry}"]
     seal = Seal.parse(data, "", UNSIGNED)

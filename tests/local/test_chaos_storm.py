@@ -27,7 +27,7 @@ N, ROUND_S = 4, 0.5
 
 
 def claims(run: Run) -> dict[tuple[int, int], Claim]:
-    """Return who claimed which attempt, by rank and number."""
+    """Return the claims of attempts, by rank and number."""
     found = {}
     for rank in range(N):
         for number in range(view_of(run).newest_attempt(rank).number + 1):
@@ -41,7 +41,7 @@ def lives(claim: Claim) -> bool:
 
 
 def strike(run: Run, orders: Path, rank: int, kind: str) -> bool:
-    """Do something to a rank, if it lives."""
+    """Apply a fault to a rank, if it is alive."""
     attempt = view_of(run).newest_attempt(rank)
     claim = attempt.find("started.json", Claim.parse)
     if claim is None or claim.pid is None or not lives(claim):

@@ -1,4 +1,4 @@
-"""What chaos does to a replica's process: it ends, or hangs, in the way that the spec says."""
+"""Tests that chaos ends a replica's process, or lets it hang, as the spec says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from executors.worker.chaos import HANGS, Killer, parse, small_memory
 
 
 def is_in(pid: int, state: str) -> bool:
-    """Return whether a process is in a state; of one that computes, that it has done so for a while."""
+    """Return True if a process is in a state. A computing process must have computed for a while."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0] == state and int(fields[11]) >= 20 * (state == "R")
 

@@ -35,7 +35,7 @@ __all__ = ["cloud", "shared", "site", "workspace"]  # fixtures
 
 
 def reported(spec: RunSpec) -> list[object]:
-    """Return what the run's segments hold of `report`."""
+    """Return the reported numbers in the run's segments."""
     return [row.values for row in attach(address_of(spec.store_url, spec.run_id)).metrics().numbers]
 
 
@@ -240,7 +240,8 @@ def test_its_time_limit_ends_it_and_finally_runs(site: StandaloneScene) -> None:
 
 def test_a_replica_that_ignores_sigterm_is_ended_with_all_it_started(site: StandaloneScene) -> None:
     helper = site.cloud.folder / "helper"
-    for timeout_s in (2, 8, 32):  # the shortest in which this machine gets as far as to ignore it
+    # the shortest time in which a replica on this machine reaches the point at which it ignores SIGTERM
+    for timeout_s in (2, 8, 32):
         spec, process = site.start("ignores", timeout_s=timeout_s, run_id=f"limit-{timeout_s}")
         code, out, _ = ended(process)
         if helper.exists():

@@ -45,7 +45,7 @@ def test_a_file_size_limit_is_a_clear_error_and_leaves_no_half_object(tmp_path: 
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A place whose parents everybody may enter."""
+    """A folder whose parents every user may enter."""
     if os.geteuid() != 0:
         pytest.skip("giving up rights needs them")
     root = Path("/tmp") / f"replicas-test-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""`fail_fast`: the first failure ends the run, as long as nobody has had a round."""
+"""Tests `fail_fast`: the first failure ends the run, as long as no replica has had a round."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_first_failure_before_the_first_round_ends_the_others(local: LocalPr
     for rank in (0, 1):
         expected = f"Replica {rank} was ended: rank 2 failed before the first round: ValueError: boom."
         assert outcomes[rank].error == expected
-    (barring,) = DecisionLog(view_of(run).store, "otter").read()  # so that nobody starts any of them again
+    (barring,) = DecisionLog(view_of(run).store, "otter").read()  # so that no process starts any of them again
     assert (barring.kind, barring.rank) == ("cancel", None)
 
 

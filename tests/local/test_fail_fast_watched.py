@@ -1,4 +1,4 @@
-"""A rank that fails before anybody's first round: said aloud, or with fail_fast the end of the run."""
+"""If a rank fails before the first round of any rank, that is printed, and with `fail_fast` it ends the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run whose newest round has rotted while nobody lived: it says so, and another goes on from its snapshot."""
+"""The newest round of a run was damaged while no replica was alive.
+
+The error reports that, and a new run continues from a snapshot.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ LAST, ROUNDS, SNAPSHOT = 12, 16, 10
 
 
 def rotten_run(folder: Path, *, sharded: bool) -> tuple[Run, str]:
-    """Return a run of two whose replicas were killed after round 12, which has rotted since; and what has."""
+    """Return a run of two replicas that were killed after round 12, and the objects of that round, which were damaged
+    later.
+    """
     args: dict[str, Any] = {"folder": str(folder), "rounds": ROUNDS, "sharded": sharded, "snapshot_every": 5}
     chaos = [f"kill:rank={rank},round={LAST + 1}" for rank in range(2)]
     run = launch(LOCAL, train, 2, args=args, seed=1, chaos=chaos)
@@ -42,7 +47,7 @@ def rotten_run(folder: Path, *, sharded: bool) -> tuple[Run, str]:
 
 
 def by_command(run: Run, here: HereInstead) -> str:
-    """Resume a run as people do, and return the id of the new one."""
+    """Resume a run by the command, and return the id of the new run."""
     told = here.replicas("resume", run.run_id, "--from-snapshot")
     assert told.code == 0, told
     said = re.match(
@@ -98,7 +103,7 @@ def test_a_run_that_has_no_snapshot_is_named_by_the_process_that_would_continue_
 
 
 def say_where_it_begins() -> int:
-    """Train as a run that goes on from `$ORIGIN`."""
+    """Train as a run that continues from the run `$ORIGIN`."""
     import torch
 
     from diloco import DiLoCo

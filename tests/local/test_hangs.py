@@ -1,4 +1,4 @@
-"""Ranks that make no progress, in real processes: what is said of them, what is left of them, and how they end."""
+"""Tests ranks that hang, in real processes: the messages, the stored stacks, and their ends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FOUND = {
     "data loader": (WAITS, "in wait_for_a_worker_that_waits", 3),
     "import": ("the main thread waits in a call: waits_at_import.py:2", "in import_a_module_that_waits", 3),
 }
-"""What is said, the frame that its stacks have, and the exit code: 3 where HangError arrived."""
+"""The message, a frame in the stacks, and the exit code: 3 if HangError was raised."""
 
 
 def hang_after_two_steps(kind: str, replica: Replica) -> None:
@@ -93,7 +93,7 @@ FINE = [go_on_slowly, take_long_for_the_first_step, wait_for_others, compute_in_
 
 @pytest.fixture(scope="module")
 def hung() -> dict[str, Watched]:
-    """All kinds at the same time: they take the same seconds."""
+    """Run all kinds of hang at the same time, because each takes some seconds."""
     asked = f"{SOFT_S}s:{HARD_S}s"
     ranks = {kind: start(partial(hang_after_two_steps, kind), asked) for kind in HANGS}
     ranks |= {task.__name__: start(task, asked) for task in FINE}
@@ -137,7 +137,7 @@ def hang_at_the_start(kind: str, _: Replica) -> None:
 
 
 def hang_in_a_round(replica: Replica) -> None:
-    """Be in one call to a store that never answers."""
+    """Hang in one call of a store that never answers."""
     be_known(replica)
     with replica.section("round", math.inf):
         HANGS["recv"]()
@@ -251,12 +251,12 @@ ENDED_WITHIN_S = {
     "at the start, --start-timeout": (3.0, 4.5),
     "at the start, computing, --start-timeout": (3.0, 4.5),
 }
-"""The soft and the hard limit of each."""
+"""The soft and the hard limit of each section."""
 
 
 @pytest.fixture(scope="module")
 def judged() -> dict[str, Watched]:
-    """All at the same time, with the defaults."""
+    """Run all of them at the same time, with the default limits."""
     ranks = {kind: start(partial(hang, kind), "auto") for kind in HANGS}
     ranks |= {state: start(task, limits) for state, (task, limits) in IN_STATES.items()}
     ranks |= {task.__name__: start(task, "auto") for task in WORK}

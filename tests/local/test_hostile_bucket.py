@@ -1,4 +1,4 @@
-"""Somebody else owns the bucket, and has written what they like. Every verb is tried on all of it.
+"""A hostile user owns the bucket and has written hostile records. The tests try every verb on all of them.
 
 Nothing of theirs runs, no file of this machine is shown or written outside of `--out`, no process of this machine is
 signalled, and what cannot be read is one clear error that names it, while the other runs are seen as ever.
@@ -234,7 +234,7 @@ def test_decisions_that_cannot_be_read_are_named_and_lies_are_harmless(
 def name_all(
     victim: Victim, owner: Owner, word: str, verbs: tuple[str, ...] = tuple(WITH_TRUST), refused: tuple[str, ...] = ()
 ) -> None:
-    """Every verb names the record, and shows the rest; `rm` takes away what nobody can read."""
+    """Check that every verb names the record and shows the rest, and that `rm` removes the unreadable run."""
     listed = {row["run_id"]: row["status"] for row in victim.lists(owner)}
     assert listed.keys() == {"bad", "good"}
     assert listed["good"] == "succeeded"
@@ -287,7 +287,7 @@ def test_the_small_records_break_nothing(victim: Victim, directory: OwnsDirector
                 is_refused(told)
 
 
-# What a handle would like to choose
+# Handles that name processes, files and jobs
 
 
 def test_no_process_is_signalled_and_no_file_is_shown_because_a_record_asks_for_it(
@@ -313,7 +313,7 @@ def test_no_process_is_signalled_and_no_file_is_shown_because_a_record_asks_for_
 
 
 def test_another_run_of_the_same_id_is_left_alone(victim: Victim, owner: Owner) -> None:
-    """They know the id of a private run of this machine, and call theirs the same."""
+    """The hostile user knows the id of a private run of this machine, and gives the hostile run the same id."""
     mine = OwnsDirectory(victim.state)
     write_run(mine, world_size=1)
     mine.write("bad/replicas/0000/0/outcome.json", json.dumps(outcome_json(0)).encode())
@@ -351,7 +351,7 @@ def test_links_in_a_shared_directory_lead_nowhere(victim: Victim, directory: Own
     assert sorted(path.name for path in victim.secret.iterdir()) == ["output.log"]
 
 
-# Artifacts, and what is shown
+# Artifacts, and shown texts
 
 
 def test_artifacts_under_odd_names_are_skipped_and_named_and_the_rest_is_collected(

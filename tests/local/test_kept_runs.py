@@ -1,4 +1,4 @@
-"""Runs of this machine that are kept from outside, when the supervisor of their replicas is gone."""
+"""Controllers outside restart local replicas whose supervisor is gone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def here(tmp_path: Path) -> Folder:
 
 @pytest.fixture
 def _supervisors(here: Folder) -> Iterator[None]:
-    """What a test leaves of a detached run ends with it."""
+    """End the processes of a detached run when its test ends."""
     yield
     (here.path / "go").touch()
     eventually(lambda: not any(map(is_alive, pids(here))), "all replicas have ended")

@@ -28,7 +28,7 @@ CALL = "import sys; from executors.worker import call; print(call(sys.argv[1]))"
 
 
 def second_copy(run: Run, rank: int = 0) -> subprocess.Popen[str]:
-    """Start the same input once more, as a service does that restarts it without asking."""
+    """Start the same job again, like a service that restarts it by itself."""
     return subprocess.Popen(
         [sys.executable, "-c", CALL, run.url],
         env=environment(REPLICA_RANK=str(rank)),
@@ -39,7 +39,7 @@ def second_copy(run: Run, rank: int = 0) -> subprocess.Popen[str]:
 
 
 def refused(run: Run) -> str:
-    """Start a second copy, and return what it says when it fails."""
+    """Start a second copy, and return its error."""
     with second_copy(run) as copy:
         _, complaints = copy.communicate(timeout=60)
     assert copy.returncode != 0
@@ -88,7 +88,7 @@ def test_a_cancelled_attempt_is_not_passed_by(local: LocalProcessExecutor) -> No
 
 
 def mark_cancelled(handle: ReplicaHandle) -> None:
-    """Leave the marker as somebody on another machine does, who cannot wake the supervisor."""
+    """Write the cancel marker like a process on another machine, which cannot wake the supervisor."""
     open_store(handle.metadata["store_url"]).put_if_absent(key_of(handle, "cancel.json"), b"{}")
 
 
@@ -154,7 +154,7 @@ def test_a_task_that_was_changed_after_the_launch_is_not_run() -> None:
 
 
 def test_a_newer_handle_of_the_store_is_of_the_attempt_where_it_is_found(tmp_path: Path) -> None:
-    """Whatever it says itself: the number names the log file that is shown."""
+    """The attempt number in the handle itself does not count, because the number selects the log file that is shown."""
     launched = Attempt(open_store(tmp_path), "otter", 0).bare_handle("local")
     for number, forged in ((0, {}), (1, {"attempt": "../../../.."})):
         attempt = Attempt(open_store(tmp_path), "otter", 0, number)

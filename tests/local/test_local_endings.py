@@ -49,7 +49,7 @@ def all_end(pids: list[int]) -> None:
 
 def test_a_signal_is_named_with_its_number_and_the_last_words_are_kept(local: LocalProcessExecutor) -> None:
     numbers = [int(number) for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGUSR1, signal.SIGHUP)]
-    numbers.append(signal.SIGRTMIN + 7)  # has no name
+    numbers.append(signal.SIGRTMIN + 7)  # this signal has no name
     n = len(numbers)
 
     def entrypoint() -> None:
@@ -171,7 +171,7 @@ def test_a_failure_in_a_notebooks_cell_shows_the_lines_of_all_cells_it_passed(lo
     names: dict[str, Any] = {"__name__": "__main__"}
     for file, text in cells.items():
         exec(compile(text, file, "exec"), names)
-        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # as IPython does
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # IPython does the same
     run = launch(local, names["train"], 1)
     assert run.wait(timeout=60)
     (outcome,) = run.outcomes()
@@ -202,7 +202,7 @@ def close_all_descriptors(folder: Path) -> None:
     os.closerange(3, 4096)
     beat = folder / "store/odd/replicas/0002/0/heartbeat.json"
     beats: set[int] = set()
-    while len(beats) < 3:  # long enough for whatever supervises this process to look around
+    while len(beats) < 3:  # long enough for the supervisor of this process to make a pass
         time.sleep(0.05)
         current_replica().report(step=time.monotonic_ns())
         if beat.exists():
@@ -210,7 +210,7 @@ def close_all_descriptors(folder: Path) -> None:
 
 
 def end_a_forked_helper() -> None:
-    """It dies of SIGTERM as any process, though it swallows whatever is raised in it, as a finalizer does."""
+    """Fork a helper that dies of SIGTERM like any process, although it ignores exceptions, as a finalizer does."""
     import time
 
     reader, writer = os.pipe()
@@ -326,7 +326,7 @@ def test_a_replica_that_swallows_sigterm_and_returns_is_cancelled_anyway(
 def test_a_sigterm_that_python_swallows_in_a_callback_is_raised_again(
     local: LocalProcessExecutor, tmp_path: Path, swallow: str
 ) -> None:
-    """As when it arrives in the callback of an import lock: Python ignores what is raised there."""
+    """For example, SIGTERM arrives in the callback of an import lock, where Python ignores exceptions."""
     args = {"path": str(tmp_path / "said"), "by_weakref": swallow != "__del__"}
     handles = local.launch_replicas(1, tasks.swallow_in_callback, args)
     eventually((tmp_path / "said.in callback").exists)
@@ -383,7 +383,7 @@ def test_processes_that_a_replica_started_save_their_work_in_the_rest_of_its_gra
         os.kill(run.handles[0].metadata["supervisor_pid"], signal.SIGKILL)
     assert run.wait(timeout=60)
     for number in range(4):
-        # With its supervisor a run is over at once for its readers; the replica ends itself a moment later.
+        # For readers, a run has ended as soon as its supervisor is gone. The replica ends itself a moment later.
         eventually((tmp_path / f"saved-{number}").exists, f"process {number} saves its work")
 
 

@@ -1,4 +1,4 @@
-"""Entrypoints launched for real, and what only importing tells; the unit tests have the forms."""
+"""Launches real entrypoints, and tests checks that need an import. The unit tests cover the forms of entrypoints."""
 
 from __future__ import annotations
 

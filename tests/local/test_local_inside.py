@@ -1,4 +1,4 @@
-"""What a local replica finds around it: the environment contract, its launcher's surroundings, seeds and threads."""
+"""Tests the environment of a local replica: variables, surroundings of the launcher, seeds and threads."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_torch_threads_are_shared_out_unless_the_user_sets_them(
 
 
 def fail_first() -> dict[str, Any]:
-    """Return the threads of this replica; in its first attempt rank 1 says them and fails."""
+    """Return the number of threads of this replica. The first attempt of rank 1 prints it and fails."""
     # Importing torch where it is not preloaded takes most of a minute on a busy machine, in each of four processes.
     inside = tasks.threads() if "torch" in sys.modules else {"omp": os.environ.get("OMP_NUM_THREADS")}
     if (current_replica().rank, current_replica().attempt) == (1, 0):
@@ -200,7 +200,7 @@ def test_a_resumed_replica_has_the_threads_of_its_first_attempt(
 def test_a_run_that_is_resumed_has_the_parallelism_of_its_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """This machine has noted it; another one takes it from the record."""
+    """This machine has recorded it, and another machine takes it from the run's record."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     one_at_a_time = LocalProcessExecutor(preload=(), max_parallel=1, term_grace_s=0.5)
     run = launch(one_at_a_time, fail_first, 2, rendezvous=tmp_path / "shared")

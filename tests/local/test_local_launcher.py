@@ -1,4 +1,4 @@
-"""A launcher that is killed, interrupted, or returns; and detached runs, which go on without one."""
+"""Tests launchers that are killed, interrupted, or return, and detached runs, which continue without a launcher."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_killed_launcher_leaves_nothing_while_a_helper_it_forked_lives_on(tmp_
 
 
 def test_a_launcher_that_is_killed_while_its_entrypoint_is_imported_leaves_nothing(tmp_path: Path) -> None:
-    """The import may be a training without a `__main__` guard, in no run that anybody sees."""
+    """The import may train, because the script has no `__main__` guard, and that training belongs to no run."""
     with launcher("hang_while_its_entrypoint_is_imported", str(tmp_path)) as process:
         pids = pids_said(tmp_path, "importing.*", 3)
         try:

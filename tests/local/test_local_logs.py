@@ -25,7 +25,7 @@ def ended(run: Run) -> Run:
 
 
 def in_turns() -> None:
-    """Write from Python, C and helpers."""
+    """Write from Python, C and helper processes in turn."""
     import ctypes
     import subprocess
     import sys
@@ -174,7 +174,7 @@ def test_following_all_ranks_names_them(local: LocalProcessExecutor) -> None:
 def test_logs_of_200_megabytes_are_read_and_followed_in_little_memory(
     local: LocalProcessExecutor, state_home: Path
 ) -> None:
-    """Of rank 0 in lines; of rank 1 without, and sparse, so that it costs no disk."""
+    """Rank 0 writes lines. Rank 1 writes none, into a sparse file, so that it needs no disk space."""
     run = ended(launch(local, tasks.rank, 2))
     lines = b"".join(b"line %07d %s\n" % (number, b"." * 86) for number in range(10_000))
     with open(log_of(run.handles[0], state_home), "wb") as log:

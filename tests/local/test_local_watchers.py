@@ -43,7 +43,7 @@ def test_a_killed_zygote_ends_no_run_and_is_replaced(local: LocalProcessExecutor
 
 
 def in_a_thread(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Run something that may find the zygote gone; the list gets what it returned or raised."""
+    """Run a function in a thread, because the zygote may be gone. The list gets its result or its exception."""
     ends: list[Any] = []
 
     def go() -> None:
@@ -118,7 +118,8 @@ def preloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
 
     def executor(lines: str) -> LocalProcessExecutor:
         (tmp_path / f"{tmp_path.name}.py").write_text(textwrap.dedent(lines))
-        return LocalProcessExecutor(preload=("json", tmp_path.name))  # of no other test's zygote
+        # a preload list that no other test uses, so the zygote is new
+        return LocalProcessExecutor(preload=("json", tmp_path.name))
 
     monkeypatch.syspath_prepend(tmp_path)
     return executor

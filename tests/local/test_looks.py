@@ -1,4 +1,4 @@
-"""What a look at a run costs, and what it says when the store's lists are late."""
+"""Tests the number of requests of a look at a run, and its result if the store's lists are late."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def write_run(store: Store, n: int) -> None:
 
 
 def cost(bucket: S3Server, act: Callable[[], object]) -> int:
-    """Call something, and return how many requests it took."""
+    """Call a function, and return its number of requests."""
     before = len(bucket.requests())
     act()
     return len(bucket.requests()) - before
@@ -227,7 +227,7 @@ def test_a_directory_is_looked_at_often(tmp_path: Path) -> None:
 
 
 class CountingExecutor(LocalProcessExecutor):
-    """Notes what it is asked about."""
+    """An executor that records which replicas it is asked about."""
 
     def __init__(self) -> None:
         super().__init__(preload=())
@@ -274,7 +274,7 @@ def test_a_newer_attempt_is_seen_with_its_own_handle() -> None:
 
 
 class HeldStore(MemoryStore):
-    """A store that gives its first list away when it may."""
+    """A store that delays its first list until the test allows it."""
 
     def __init__(self) -> None:
         super().__init__("memory://held")
@@ -304,7 +304,7 @@ def test_of_two_who_look_at_the_same_time_neither_takes_back_what_the_other_saw(
 
 
 class LateStore(MemoryStore):
-    """A store whose lists lack what was written since a moment ago."""
+    """A store whose lists do not show the newest objects."""
 
     listed: list[Entry] | None = None
 
@@ -347,7 +347,9 @@ def test_an_inventory_knows_the_records_and_no_other_key() -> None:
 
 @pytest.fixture
 def damaged() -> Run:
-    """A run of four: one has succeeded, one left a rotten outcome, one a foreign handle, one no handle and trains."""
+    """A run of four ranks: one has succeeded, one has a damaged outcome, one a foreign handle, and one trains without a
+    handle.
+    """
     store = MemoryStore("damaged")
     write_run(store, 4)
     write(store, 0, "outcome", outcome_json(0))

@@ -1,4 +1,4 @@
-"""Who looks at somebody else's run changes nothing of it, and sees what can be seen."""
+"""A user who reads another user's run changes nothing, and sees everything that is readable."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ print([is_alive(int(pid), int(started)) for pid, started in (each.split(":") for
 
 @pytest.fixture
 def run(local: LocalProcessExecutor, tmp_path: Path) -> Iterator[Run]:
-    """A replica that goes on, in a rendezvous that everybody may read."""
+    """A running replica in a rendezvous that every user may read."""
     for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs").chmod(0o775)  # else a run's folder is for its user alone
+    (tmp_path / "runs").chmod(0o775)  # otherwise only its user may read a run's folder
     with launch(local, task("hang"), 1, rendezvous=tmp_path / "runs") as run:
         eventually(lambda: "hanging" in run.logs(rank=0))
         yield run

@@ -20,7 +20,7 @@ from executors.run.run import view_of
 from executors.testing import eventually
 
 Lines = dict[tuple[int, int], list[dict[str, Any]]]
-"""By rank and attempt."""
+"""The steps, by rank and attempt."""
 LOCAL = LocalProcessExecutor(preload=(), term_grace_s=0.5)
 INNER_STEPS, N_ROUNDS, KILLED_AT, GATES = 4, 12, 14, (24, 36)
 KEPT_ENTRIES = KILLED_AT // INNER_STEPS
@@ -89,7 +89,7 @@ def test_what_a_killed_and_resumed_run_measured_is_what_its_raw_lines_say(tmp_pa
 
 
 def raw_lines(run: Run) -> Lines:
-    """Read all segments as they lie there."""
+    """Read all segments without parsing them."""
     folder, lines = Path(view_of(run).store.root) / run.run_id / "metrics", Lines()  # type: ignore[attr-defined]
     for file in sorted(folder.glob("*/*/*.jsonl")):
         rank, attempt, _ = file.relative_to(folder).parts

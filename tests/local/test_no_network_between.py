@@ -1,4 +1,4 @@
-"""Replicas between whom there is no network at all, but a bucket."""
+"""Tests replicas that share a bucket and have no network between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMESPACE = ["unshare", "--net", "--mount", "--map-root-user"]
 
 @functools.cache
 def what_is_missing() -> str:
-    """Say what the scene lacks here; nothing when it lacks nothing."""
+    """Return the programs or rights that this machine lacks for the test. Empty: it lacks none."""
     for program, package in (("ip", "iproute2"), ("unshare", "util-linux")):
         if shutil.which(program) is None:
             return f"there is no command {program!r}: apt-get install {package}"

@@ -1,4 +1,4 @@
-"""What a local replica finds imported with preload="auto"."""
+"""Tests which modules preload="auto" imports before a local replica starts."""
 
 from __future__ import annotations
 

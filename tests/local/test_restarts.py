@@ -1,4 +1,4 @@
-"""What follows the ends of a supervisor's ranks: the log answers, and the next attempt is forked."""
+"""Tests restarts by a supervisor: the decision log decides about an end, and the next attempt is forked."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_restart_together_ends_the_living_ranks_and_starts_them_again(
 
 
 def added(run: Run, **entry: Any) -> None:
-    """Add an entry to the log, and say so to the supervisor, which looks every ten seconds otherwise."""
+    """Add an entry to the log, and wake the supervisor, which otherwise reads the log every ten seconds."""
     DecisionLog(view_of(run).store, run.run_id).append(lambda log: Decision(**entry))
     os.kill(supervisor_of(run), signal.SIGUSR1)
 
@@ -336,7 +336,8 @@ def test_a_rank_that_is_given_up_and_resumed_belongs_to_its_new_supervisor(
     decided(run, "give_up")
     resume(run, ranks=[0])
     eventually(lambda: len(decisions(run)) == 4, "its new supervisor answers the next end")
-    os.kill(supervisor_of(run), signal.SIGUSR1)  # the old one looks, before the new one starts what it decided
+    # the old supervisor reads the log before the new one starts its attempt
+    os.kill(supervisor_of(run), signal.SIGUSR1)
     over(run)
     eventually(lambda: told(run, 0)[3:] == ["succeeded"])
     assert told(run, 0) == ["no_result", "no_result", "signal SIGKILL", "succeeded"]
@@ -364,7 +365,7 @@ def test_an_end_that_the_store_does_not_take_is_recorded_and_answered_when_it_do
     first = folder_of(view_of(run).store.url) / Attempt(view_of(run).store, run.run_id, 0).key("")
     eventually((tmp_path / "0.0").exists, "it runs")
     away = first.rename(first.with_name("away"))
-    first.write_text("")  # what lies below it can be neither read nor written
+    first.write_text("")  # objects below it can be neither read nor written
     tasks.mark(tmp_path / "die")
     assert not run.wait(timeout=BRIEF.seconds + 2), "nobody has given it up"
     first.unlink()

@@ -30,7 +30,7 @@ PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)
 
 
 def second_time_lucky(folder: str) -> dict[str, Any]:
-    """Fail in the first attempt of rank 1, and hang in that of rank 2, until a file is there."""
+    """Fail in the first attempt of rank 1, and hang in the first attempt of rank 2, until a file exists."""
     replica = current_replica()
     print(f"attempt {replica.attempt}")
     if replica.rank == 1 and replica.attempt == 0:
@@ -325,7 +325,7 @@ def test_values_of_the_environment_have_to_be_given_again(tmp_path: Path) -> Non
 
 
 class InterruptedZygote:
-    """What Ctrl-C leaves of a launch while the process that forks replicas is still importing torch."""
+    """The state after Ctrl-C during a launch, while the process that forks replicas still imports torch."""
 
     def request(self, message: Any) -> Any:
         raise KeyboardInterrupt
@@ -352,7 +352,7 @@ def test_a_resume_that_is_refused_leaves_no_attempt(half_dead: Run) -> None:
 
 
 def on_a_gpu(folder: str) -> str:
-    """Note the GPU; fail in the first attempt of rank 1, and else wait until a file is there."""
+    """Record the GPU. Fail in the first attempt of rank 1, and otherwise wait until a file exists."""
     replica, devices = current_replica(), os.environ["CUDA_VISIBLE_DEVICES"]
     Path(folder, f"{replica.rank}-{replica.attempt}").write_text(devices)
     if replica.rank == 1 and replica.attempt == 0:

@@ -1,4 +1,4 @@
-"""Two who resume one run at the same time: each rank is started once, and who came second is told."""
+"""If two processes resume a run at the same time, each rank is started once, and the second process gets an error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAIN = LocalProcessExecutor(preload=(), term_grace_s=0.5)
 
 
 def fail_once(folder: str) -> int:
-    """Fail in the first attempt; leave a line for each process of a later one."""
+    """Fail in the first attempt. In a later attempt, write a line for each process."""
     replica = current_replica()
     if replica.attempt == 0:
         raise RuntimeError("not yet")
@@ -143,7 +143,7 @@ def test_a_look_shows_the_attempt_that_was_begun_while_it_asked_the_backend(tmp_
 
 
 class InterruptedZygote:
-    """What Ctrl-C leaves of a launch while the process that forks replicas is still importing torch."""
+    """The state after Ctrl-C during a launch, while the process that forks replicas still imports torch."""
 
     def request(self, message: object) -> object:
         raise KeyboardInterrupt
@@ -152,7 +152,7 @@ class InterruptedZygote:
 def test_a_resume_that_is_overtaken_and_interrupted_leaves_the_others_attempt_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no attempt of its own waits for ever."""
+    """Also, no attempt of the interrupted resume waits forever."""
     run = failed(tmp_path / "pids", 2, run_id="otter")
     monkeypatch.setattr(OvertakenLocally, "by_ranks", [0])
     interrupted = OvertakenLocally(preload=("json",))

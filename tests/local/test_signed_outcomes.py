@@ -1,4 +1,4 @@
-"""In a signed run only the run's key ends a rank: a forged outcome is seen, is named, and changes nothing."""
+"""In a signed run, only an outcome with the run's key ends a rank. A forged outcome is reported and changes nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rendezvous(request: pytest.FixtureRequest, tmp_path: Path, s3: S3Server) -> 
 
 
 def forge(store: Store, rank: int, attempt: int, **fields: Any) -> None:
-    """Write an outcome as any process can that can write to the store."""
+    """Write an outcome without the key, as any process with write access can."""
     data = to_bytes(outcome_json(rank, attempt=attempt, **fields))
     store.put(f"otter/replicas/{rank:04d}/{attempt}/outcome.json", data)
 
@@ -52,7 +52,7 @@ def true_result() -> str:
 
 
 def wait_for_go(folder: str) -> str:
-    """Live until the test says otherwise, or until the other rank has done so."""
+    """Run until the test or the other rank ends this function."""
     Path(folder, f"lives-{current_replica().rank}").touch()
     while not Path(folder, "go").exists():
         time.sleep(0.02)
@@ -60,7 +60,7 @@ def wait_for_go(folder: str) -> str:
 
 
 def forge_and_end(fields: dict[str, Any], fails_at: int) -> str:
-    """Write a forgery into the place of the own outcome, and end."""
+    """Write a forged outcome in place of the rank's own, and end."""
     replica = current_replica()
     assert replica.store is not None
     forge(replica.store, replica.rank, replica.attempt, **fields)
@@ -70,7 +70,7 @@ def forge_and_end(fields: dict[str, Any], fails_at: int) -> str:
 
 
 def replace_the_others(fields: dict[str, Any]) -> str:
-    """Of two ranks the first one replaces the outcome of the second after that has ended."""
+    """The first of two ranks replaces the outcome of the second after the second has ended."""
     replica = current_replica()
     if replica.rank == 0:
         prefix, store = f"{replica.run_id}/replicas/0001/0/outcome", replica.store
@@ -252,7 +252,7 @@ def test_a_watcher_without_the_key_shows_a_lost_rank_and_writes_nothing(
     claims = [Attempt(view_of(run).store, "otter", rank).find("started.json", Claim.parse) for rank in range(2)]
     pids = [claim.pid for claim in claims if claim is not None and claim.pid is not None]
     for pid in pids:
-        os.kill(pid, signal.SIGSTOP)  # else they would say themselves that their supervisor is gone
+        os.kill(pid, signal.SIGSTOP)  # otherwise they would report themselves that their supervisor is gone
     for pid in [run.handles[0].metadata["supervisor_pid"], *pids]:
         os.kill(pid, signal.SIGKILL)
 

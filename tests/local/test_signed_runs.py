@@ -1,4 +1,4 @@
-"""The key of a signed run: replicas have it, this machine keeps it, and nobody else sees it."""
+"""Tests the key of a signed run: replicas have it, this machine keeps it, and no one else sees it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_restarted_replica_has_the_key() -> None:
 
 
 def forge_and_fail(forged: list[dict[str, Any]]) -> int:
-    """Write decisions as whoever can write there can, and fail; return the attempt that follows."""
+    """Write forged decisions, as any process with write access can, and fail. Return the next attempt."""
     replica = current_replica()
     if replica.attempt == 0:
         for number, entry in enumerate(forged):
@@ -168,13 +168,16 @@ KEYS = ("{run}/diloco/main/r{n}/contribution/0",) * 2 + (
     "{run}/diloco/main/r{n}/contribution/1",
     "another-run/diloco/main/r{n}/contribution/0",
 )
-"""Under which keys the forgeries were proven: without a key, with a stranger's, and genuinely, but elsewhere."""
+"""The proofs of the forgeries: without a key, with a stranger's key, and a genuine proof of another place."""
 FIRST = 2
-"""The step before which rank 0 finds its place taken for the first time."""
+"""The step before which a forgery first occupies the key of rank 0's contribution."""
 
 
 def train(steps: int) -> list[float]:
-    """Train a model whose anchor is the sum of the means; before some rounds rank 0 finds its place taken."""
+    """Train a model whose anchor is the sum of the means.
+
+    Before some rounds, a forgery occupies the key of rank 0's contribution.
+    """
     replica, model = current_replica(), nn.Linear(2, 2, bias=False)
     nn.init.zeros_(model.weight)
     settings: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "total_steps": steps}
@@ -182,7 +185,8 @@ def train(steps: int) -> list[float]:
         for step in range(steps):
             if replica.rank == 0 and FIRST <= step < FIRST + len(KEYS) and diloco.rounds < steps:
                 take_the_place(replica, step - FIRST, diloco)
-            time.sleep(0.02)  # a step: who was left out is back before the others are through
+            # seconds of a step, so that a replica that was left out is back before the others have ended
+            time.sleep(0.02)
             with torch.no_grad():
                 model.weight += replica.rank + step % 7
             diloco.step()
@@ -190,7 +194,7 @@ def train(steps: int) -> list[float]:
 
 
 def take_the_place(replica: Replica, number: int, diloco: DiLoCo) -> None:
-    """Put a forgery into the place of rank 0's contribution, as whoever can write there can."""
+    """Write a forgery under the key of rank 0's contribution, as any process with write access can."""
     key = KEYS[0].format(run=replica.run_id, n=diloco.rounds)
     proof = [UNSIGNED, proof_of(b"of a stranger"), *[proof_of(run_key())] * 3][number]
     payload, anchor = np.full(4, 1e6, np.float32).tobytes(), diloco._model_state.digest(0)
@@ -214,7 +218,7 @@ def test_forged_replayed_and_swapped_objects_never_steer_a_signed_run(tmp_path: 
 
 
 def train_alone(steps: int, forged: str) -> int:
-    """Train, and at first find the place of one object of the third round taken by a stranger."""
+    """Train. Before that, a stranger occupies the key of one object of the third round."""
     replica, model = current_replica(), nn.Linear(2, 2, bias=False)
     with DiLoCo(model, inner_steps=1, total_steps=steps, grace_s=0.5) as diloco:
         for _ in range(steps):

@@ -92,7 +92,7 @@ def test_every_form_of_entrypoint_is_found_in_the_workspace_and_ours_are_not_sha
     write_files(workspace / "scripts", file_of_user=text)
     write_files(workspace / "src", module_in_src=text)
     write_files(workspace, executors="raise SystemExit('the wrong executors')", diloco="")
-    monkeypatch.syspath_prepend(str(workspace / "src"))  # which the launcher imports from
+    monkeypatch.syspath_prepend(str(workspace / "src"))  # the launcher imports modules from this folder
     entrypoints = "pkg_of_user.mod:f", "pkg_of_user.mod.f", "scripts/file_of_user.py:f", "module_in_src:f"
     for number, entrypoint in enumerate(entrypoints):
         spec = ship(shared, workspace, entrypoint, run_id=f"form-{number}")
@@ -176,7 +176,7 @@ def test_a_container_whose_torch_starts_threads_starts_its_replica_as_a_new_proc
     assert "importing torch, torch._dynamo started a thread (" in out
 
 
-# What it is given
+# The environment of a replica
 
 
 def test_other_versions_than_the_launchers_are_told_before_the_entrypoint_is_loaded(

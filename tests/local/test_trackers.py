@@ -175,7 +175,7 @@ def test_trackio_has_a_run_for_each_rank_that_its_next_attempt_continues_with(
     run = tracked_and_resumed(local, "trackio", {"TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"})
     rows: dict[tuple[str, str], list[float]] = {}
     (database,) = tmp_path.glob("replicas*.db")
-    with closing(sqlite3.connect(database)) as connection:  # else Python 3.13 warns in a later test
+    with closing(sqlite3.connect(database)) as connection:  # otherwise Python 3.13 warns in a later test
         for name, text in connection.execute("SELECT run_name, metrics FROM metrics ORDER BY id"):
             rows.setdefault((name, "loss"), []).extend(v for k, v in json.loads(text).items() if k == "loss")
         configs = [json.loads(text) for (text,) in connection.execute("SELECT config FROM configs")]
@@ -222,7 +222,7 @@ def records_of_wandb(data: bytes) -> Iterator[bytes]:
         size, kind = struct.unpack_from("<HB", data, at + 4)
         whole += data[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # whole, or its last part
+        if kind in (1, 4):  # a whole record, or its last part
             yield whole
             whole = b""
 

@@ -1,4 +1,7 @@
-"""Whose word a resumed run's task is taken on: this machine's, a person's, and the bucket's only when asked to."""
+"""A resume starts a task that this machine or the user confirms.
+
+It trusts the bucket only if the user asks for that.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def failed(rendezvous: Path | None, path: Path, run_id: str = "otter") -> Run:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Go to another machine: none of this one's runs is known there."""
+    """Act as another machine, which does not know the runs of this machine."""
     return lambda: monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another-machine"))
 
 
@@ -48,12 +51,12 @@ def objects_of(run: Run) -> dict[str, bytes]:
 
 
 def written(run: Run) -> dict[str, Any]:
-    """Return `run.json` as it stands in the store."""
+    """Return the content of `run.json` in the store."""
     return dict(read_json(view_of(run).store, f"{run.run_id}/run.json"))
 
 
 def exchange_task(run: Run, path: Path) -> str:
-    """Do what the owner of a bucket can: put another task there, with all digests of it; return the new digest."""
+    """Replace the task with another one and adapt all digests, as the owner of a bucket can. Return the new digest."""
     other = launch(PLAIN, touch_and_fail, 1, args={"path": str(path)}, rendezvous=path.parent / "evil", run_id="evil")
     other.wait(30)
     path.unlink()
@@ -116,7 +119,7 @@ OF_PLACEMENTS = ("timeout_s", "executor", "executor_options", "unrecorded_option
 
 
 def altered(record: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """A record with another value, wherever its name is."""
+    """Return a record in which a named field has another value, at any depth."""
     if name in OF_PLACEMENTS:
         (place,) = record["placements"]
         return {**record, "placements": [{**place, name: value}]}
@@ -127,7 +130,10 @@ def altered(record: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
 def test_a_record_that_was_changed_beside_its_task_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: Callable[[], None], trust: str
 ) -> None:
-    """It says how many replicas there are, and how large, with which secrets: as good as exchanging the task."""
+    """The record decides the number of replicas, their size and their secrets.
+
+    So a changed record is as dangerous as another task.
+    """
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     monkeypatch.syspath_prepend(tmp_path)
     run = failed(tmp_path / "bucket", tmp_path / "ran")
@@ -137,7 +143,7 @@ def test_a_record_that_was_changed_beside_its_task_is_refused(
         "carried": {"task_digest": view_of(run).record.task_digest},
         "bucket": {"trust_bucket": True},
     }
-    monkeypatch.setattr("executors.registry.run_placements.executor_of_record", None)  # no executor is even made
+    monkeypatch.setattr("executors.registry.run_placements.executor_of_record", None)  # not even an executor is created
     launched = written(run)
     for name, value in ALTERED.items():
         view_of(run).store.put("otter/run.json", to_bytes(altered(launched, name, value)))
@@ -353,7 +359,7 @@ def test_a_first_launch_trusts_itself(trust: dict[str, Any]) -> None:
 
 
 def test_this_machines_note_is_read_by_no_one_else(tmp_path: Path) -> None:
-    """The note of a run that lives in the state directory moves with it."""
+    """If a run is in the state directory itself, its note moves together with the run."""
     run = failed(None, tmp_path / "ran")
     assert read_json(view_of(run).store, "otter/launched.json") == {
         "rendezvous": None,

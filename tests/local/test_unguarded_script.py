@@ -1,4 +1,4 @@
-"""A script without `if __name__ == "__main__"` launches exactly what it says, and is not imported again."""
+"""A script without `if __name__ == "__main__"` launches exactly n replicas, and is not imported again."""
 
 from __future__ import annotations
 

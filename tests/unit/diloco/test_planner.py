@@ -347,7 +347,7 @@ def test_simulated_utilisations_are_a_few_points_above_the_plan() -> None:
 
 
 def test_simulated_utilisations_with_overlap_are_above_the_plan() -> None:
-    """In the papers, a transfer may overlap with the next fragment's transfer, and a layer is needed only at its turn."""
+    """In the papers, a transfer may overlap with the next fragment's, and a layer is needed only at its turn."""
     differences = [
         utilisation(Choice(inner_steps=h, fragments=p, overlap_steps=1), step_s, bits * params / p / (gbit * 1e9))
         - published

@@ -1,4 +1,6 @@
-"""Tests the packages that a remote replica installs: this project's dependencies in the local versions, and the user's."""
+"""Tests the packages that a remote replica installs: this project's dependencies in their local versions, and the
+user's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the snapshot of a workspace: the files that git would track, as plain files, with equal bytes for equal files."""
+"""Tests the snapshot of a workspace: the files that git would track, and equal bytes for equal files."""
 
 from __future__ import annotations
 
