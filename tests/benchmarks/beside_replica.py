@@ -16,7 +16,7 @@ from diloco import DiLoCo
 from executors import current_replica
 from executors.store.file import FileStore
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # what the tests share
+sys.path.insert(0, str(Path(__file__).parents[1]))  # helpers that tests share
 
 from support.far_store import FarStore
 

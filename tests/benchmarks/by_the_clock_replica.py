@@ -12,7 +12,7 @@ from diloco.demo import Inner, held_out_loss, load_text
 from executors import current_replica
 
 LOOKS = 20
-"""How many anchors are judged."""
+"""The number of anchors whose loss is measured."""
 
 
 def train(steps_s: list[float], seed: int, for_s: float, settings: dict[str, Any]) -> list[tuple[float, float]]:

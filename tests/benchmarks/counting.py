@@ -19,9 +19,9 @@ class Bytes:
     """The bytes of one direction."""
 
     payload: int = 0
-    """Pseudo-gradients and means."""
+    """Payloads: pseudo-gradients and means."""
     other: int = 0
-    """Their heads, seals, claims, snapshots."""
+    """Heads, seals, claims and snapshots."""
 
 
 class CountingStore(FileStore):
@@ -33,7 +33,7 @@ class CountingStore(FileStore):
         self._layout = Layout(fragment_bytes // 4, Limits(), FP32, FP32)
         self._n_shards = n_shards
         self._streamed: set[str] = set()
-        """What this process has made in here: mapped, it is the same memory, and nothing moves."""
+        """Objects that this process has created. A read of them is mapped from the same memory, so no bytes move."""
 
     def reset(self) -> None:
         self.read, self.written = Bytes(), Bytes()

@@ -16,7 +16,7 @@ from executors import current_replica
 
 
 def train(rounds: int, meeting_file: str) -> list[dict[str, Any]]:
-    """Return the anchor's digest after each round, and its distance from the data-parallel parameters."""
+    """Return the digest of the anchor after each round, and the anchor's distance from the data-parallel parameters."""
     torch.set_num_threads(1)
     replica = current_replica()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

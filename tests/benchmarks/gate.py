@@ -21,7 +21,8 @@ class Gate:
         self.arrivals, self.release_path = (str(Path(self._folder.name) / name) for name in ("arrivals", "release"))
         os.mkfifo(self.arrivals)
         os.mkfifo(self.release_path)
-        # Both sides of each, so that no replica's open waits for us and no end of file comes before the release.
+        # Open both sides of each pipe, so that no replica waits when it opens a pipe, and none reads an end of file
+        # before the release.
         self._arrivals = os.open(self.arrivals, os.O_RDWR | os.O_CLOEXEC)
         self._release = os.open(self.release_path, os.O_RDWR | os.O_CLOEXEC)
         self._held = True
@@ -66,10 +67,10 @@ class Gate:
     def wait_until_gone(self, within_s: float) -> None:
         """Wait until every replica's process has ended, so that none disturbs the next measurement."""
         reader = os.open(self.arrivals, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        os.close(self._arrivals)  # ours was the last other writer: what remains are the replicas
+        os.close(self._arrivals)  # this process was the last other writer, so only replicas still have the pipe open
         self._arrivals = reader
         poller = select.poll()
-        poller.register(reader, 0)  # POLLHUP is always told
+        poller.register(reader, 0)  # POLLHUP is always reported
         if not poller.poll(within_s * 1000):
             raise TimeoutError(f"Replicas were still there {within_s:g} s after their release.")
 
@@ -94,10 +95,11 @@ def footprint(mark: str) -> Footprint:
                 continue
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             rollup = (folder / "smaps_rollup").read_text()
-            # Ticks round a short process down to nothing; the nanoseconds lack threads that ended.
+            # Ticks round a short process down to zero, and the nanoseconds do not include threads that ended. So use
+            # the larger value.
             threads_ns = sum(int(task.read_text().split()[0]) for task in folder.glob("task/*/schedstat"))
         except OSError:
-            continue  # ended meanwhile, or another user's
+            continue  # the process has ended, or belongs to another user
         own, children = (sum(int(field) for field in fields[at : at + 2]) / ticks_per_s for at in (11, 13))
         cpu_s += max(own, threads_ns / 1e9) + children
         pss_kib += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))

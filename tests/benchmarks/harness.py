@@ -26,12 +26,12 @@ class Options:
     """The number and length of measurements."""
 
     repeat: int | None = None
-    """Repetitions of everything; None: as many as each benchmark thinks right."""
+    """The number of repetitions. None: each benchmark decides."""
     quick: bool = False
-    """Toy sizes, to see that it all runs; the figures mean nothing."""
+    """True: use tiny sizes, only to check that everything runs. The figures then mean nothing."""
 
     seconds: float | None = None
-    """How long each benchmark goes on that goes on for a while; None: as long as it thinks right."""
+    """The duration, in seconds, of benchmarks that run for a given time. None: each benchmark decides."""
 
     def repetitions(self, usual: int) -> int:
         return self.repeat or (1 if self.quick else usual)
@@ -42,14 +42,14 @@ class Comparison:
     """One quantity, measured for several methods, relative to one of them or to a bound."""
 
     name: str
-    """As in the list of goals: L1, S1, …"""
+    """The name in the list of goals: L1, S1, …"""
     title: str
     unit: str
     samples: dict[str, list[float]]
     base: str | None = None
     """The peer or floor that the other methods are divided by. None: the goals are absolute."""
     goals: Mapping[str, float] = field(default_factory=dict)
-    """By method, the most that its ratio (without `base`: its value) may be."""
+    """The goals: by method, the largest allowed ratio, or without `base` the largest allowed value."""
     note: str = ""
 
     def value(self, method: str) -> float:
@@ -59,7 +59,7 @@ class Comparison:
         return None if self.base is None else self.value(method) / self.value(self.base)
 
     def holds(self, method: str) -> bool | None:
-        """Whether the method's goal holds; None when it has none."""
+        """Return True if the method reaches its goal. None: it has no goal."""
         if method not in self.goals:
             return None
         ratio = self.ratio(method)

@@ -25,7 +25,8 @@ PATIENCE_S = 120.0
 
 
 TRANSFORMERS = "from transformers import Trainer, TrainingArguments"
-STAND_IN = "import torch.distributed.fsdp\nimport torch._inductor.compile_fx"  # about as heavy, and always there
+# modules that are about as heavy as torch, and always installed
+STAND_IN = "import torch.distributed.fsdp\nimport torch._inductor.compile_fx"
 HEAVY = """
 import sys
 import torch
@@ -42,7 +43,7 @@ if __name__ == "__main__":
     first_line(*sys.argv[2:])
 """
 MEMORY_MIB = {"come_up": 8, "first_line": 200, "first_step": 250}
-"""What a replica of the hungriest launcher takes for itself, rounded up."""
+"""The memory of one replica with the launcher that needs the most, rounded up."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ def launch_command(case: Case, method: str, preload: tuple[str, ...] = ()) -> La
         case.use_memory()
         mark = f"{MARK}={secrets.token_hex(8)}"
         environment = {**os.environ, **dict([mark.split("=")])}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed is compiled, the standard library always
+        # installed packages are compiled, and so is the standard library
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         started_at = time.monotonic()
         process = subprocess.Popen(
             command(case, method, gate, preload), env=environment, stdout=said, stderr=said, start_new_session=True
@@ -244,7 +246,8 @@ def heavy_imports(options: Options) -> list[Comparison]:
         case = Case(1 if options.quick else 2, "first_line", Path(folder) / "heavy.py")
         case.file.write_text(HEAVY.format(imports=imports, here=str(HERE)))
         launch_here(case, "auto")
-        zygote((*PRELOAD, *noted_imports(str(case.file)))).request({"do": "answer"})  # it has imported all by then
+        # by then, the zygote has imported all modules
+        zygote((*PRELOAD, *noted_imports(str(case.file)))).request({"do": "answer"})
         samples = interleave(
             {
                 "torchrun": lambda: launch_command(case, "torchrun").seconds,

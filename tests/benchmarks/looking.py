@@ -43,13 +43,13 @@ class Cloud:
     backend: str
     bucket: S3Server
     asked: Callable[[], int]
-    """How many requests the service has had."""
+    """The number of requests that the service has had."""
     show_as_running: Callable[[], None]
     """Show all jobs of the service as running."""
     say: Callable[[int, str], None]
     """Let the job that was started as this one print a line."""
     delay: Callable[[float], None]
-    """Hold every answer of the service up."""
+    """Delays every answer of the service."""
 
     def counted(self) -> dict[str, int]:
         return {STORE: len(self.bucket.requests()), SERVICE: self.asked()}
@@ -270,7 +270,7 @@ def modal() -> Iterator[Cloud]:
         box.logs.append(LogEntry(time.time_ns(), 1, f"{line}\n"))
 
     usual, page = Sandbox.start, control_plane.PAGE
-    control_plane.PAGE = 100  # a list is one page, and an empty one: as many as the vendor gives at once is not known
+    control_plane.PAGE = 100  # a list is one page and an empty one, because the vendor's size of a page is not known
     Sandbox.start = start  # type: ignore[method-assign,assignment]
     try:
         with (

@@ -57,7 +57,7 @@ def _reporting(folder: Path, options: Options) -> list[Comparison]:
             began = time.process_time()
             replica.report(step=step, loss=0.5, lr=1e-4)
             in_calls += time.process_time() - began
-            if not step % round(1 / STEP_S):  # as the thread beside does
+            if not step % round(1 / STEP_S):  # the heartbeat's thread does the same
                 began = time.process_time()
                 replica.recorder.look()
                 beside += time.process_time() - began

@@ -22,7 +22,7 @@ def notice(n_objects: int, watches: bool) -> list[float]:
     for number in range(n_objects):
         mine, theirs = (f"{folder}{rank}-{number}" for rank in (replica.rank, 1 - replica.rank))
         if replica.rank == 1:
-            time.sleep(rng.uniform(0.005, 0.03))  # the other is waiting by now, wherever in its pauses
+            time.sleep(rng.uniform(0.005, 0.03))  # the other process is waiting by now, at any point of its pauses
             store.put_if_absent(mine, str(time.monotonic_ns()).encode())
         while True:
             try:

@@ -118,7 +118,7 @@ def memory_of_replica(
         sizes[part] += tensor.numel()
     with Watch(4 * size) as watch:
         diloco = DiLoCo(model, inner_steps=2 * fragments, fragments=groups, sync_buffers=False, **(settings or {}))
-        watch.forget_peak()  # the first anchor's agreement is over
+        watch.forget_peak()  # the replicas have agreed on the first anchor
         for _ in range(4 * fragments):
             diloco.step()
     diloco.close()

@@ -17,7 +17,7 @@ ARRIVAL = struct.Struct("<qq")  # CLOCK_MONOTONIC in ns, pid
 
 
 def come_up(arrivals: str, release: str) -> None:
-    """Do nothing but start."""
+    """Only start, and do nothing."""
     _arrive_and_hold(arrivals, release)
 
 
@@ -48,8 +48,9 @@ def _arrive_and_hold(arrivals: str, release: str) -> None:
     now = time.monotonic_ns()
     hold = os.open(release, os.O_RDONLY)
     reached = os.open(arrivals, os.O_WRONLY)
-    os.write(reached, ARRIVAL.pack(now, os.getpid()))  # and stays open: its end of file says that we are gone
-    os.read(hold, 1)  # ends when the benchmark closes its side, or is gone
+    # the pipe stays open, because its end of file reports the end of this process
+    os.write(reached, ARRIVAL.pack(now, os.getpid()))
+    os.read(hold, 1)  # the read returns when the benchmark closes its side or ends
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def restarts(options: Options) -> list[Comparison]:
         return seconds
 
     with state_of_its_own():
-        ours()  # the first, which starts what forks replicas
+        ours()  # the first launch, which starts the process that forks replicas
         for found in delays.values():
             found.clear()
         samples = interleave({TORCHRUN: lambda: _with_torchrun(n), OURS: ours}, options.repetitions(5))
@@ -135,7 +135,7 @@ def _lost_share(n: int, round_s: float, every_s: float, seconds: float) -> tuple
     run = launch(
         LocalProcessExecutor(), f"{FILE}:train", n, args={"rounds": rounds, "round_s": round_s},
         chaos=[f"kill:every={every_s:g}"], seed=1,
-        restarts="1000,oom=1000",  # where other programs run out of memory meanwhile, a SIGKILL is taken for that
+        restarts="1000,oom=1000",  # if other programs run out of memory meanwhile, a SIGKILL counts as out of memory
     )  # fmt: skip
     began = time.monotonic()
     results: list[Any] = run.results()
@@ -148,7 +148,7 @@ def _lost_share(n: int, round_s: float, every_s: float, seconds: float) -> tuple
     n_restarts = sum(entry.kind == "restart" for entry in log.entries)
     planned = n * rounds * round(round_s / STEP_S)
     said = f"{n_restarts} restarts, {took_s:.0f} s for {rounds * round_s:.0f} s of steps"
-    print(f"goodput {counted / planned:.4f}, {said}", file=sys.stderr, flush=True)  # the other case takes as long
+    print(f"goodput {counted / planned:.4f}, {said}", file=sys.stderr, flush=True)  # the other case takes the same time
     return 1 - counted / planned, said
 
 

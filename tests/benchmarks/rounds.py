@@ -23,24 +23,24 @@ from .harness import Comparison, Options
 from .rounds_group import group
 
 Costs = dict[str, Any]
-"""What one round cost one replica, as `rounds_replica.exchange` tells."""
+"""The cost of one round for one replica, as `rounds_replica.exchange` returns it."""
 GLOO, MEAN, WHOLE = "gloo all_reduce", "file store, until the mean is there", "the same and the outer step"
 LARGE = 100_000_000
 GOALS = {("fp32", 8): 0.65, ("int8", 8): 0.5}
-"""For the large size, by wire and number of replicas; 0.9 for the others."""
+"""The goals for the large size, by wire and number of replicas. 0.9 for all others."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the directory is."""
+    """A location of the directory."""
 
     name: str
     around: tuple[str, ...] = ()
-    """A command before that of the benchmark."""
+    """A command that runs the benchmark's command."""
 
 
 TEMPORARY = Place("in the temporary folder")
-# In a mount namespace of its own, so nothing is left of it whatever happens.
+# The mount is in a new mount namespace, so it always disappears with it.
 MEMORY = Place(
     "in memory, with large pages",
     (
@@ -70,7 +70,7 @@ def rounds(options: Options) -> list[Comparison]:
 def _exchange(
     n_elements: int, n: int, groups: int, rounds_each: int, place: Place, wire: str = "fp32"
 ) -> list[Comparison]:
-    """Let some groups of processes, one after the other, go through rounds."""
+    """Run rounds in some groups of processes, one group after the other."""
     by_group = [_group(n_elements, n, rounds_each, place, wire) for _ in range(groups)]
     first = [group[0] for group in by_group]
     steady = [costs for group in by_group for costs in group[1:]]
@@ -88,7 +88,7 @@ def _exchange(
 
 
 def _group(n_elements: int, n: int, rounds_each: int, place: Place, wire: str) -> list[list[Costs]]:
-    """Start N processes; return the costs of each round, by rank."""
+    """Start N processes, and return the costs of each round by rank."""
     if place.around:
         arguments = map(str, (n_elements, n, rounds_each, wire))
         command = [sys.executable, "-m", f"{__package__}.rounds_group", *arguments]

@@ -33,7 +33,7 @@ from simulation.world import SimulatedStore, World
 
 
 class Violation(AssertionError):
-    """An invariant does not hold."""
+    """Raised if an invariant does not hold."""
 
 
 @dataclass

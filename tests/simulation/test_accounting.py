@@ -96,7 +96,7 @@ def test_work_counted_since_a_checkpoint_is_not_counted_again_by_a_copy_that_sta
         if side.position == 3 and side.phase.steps_since == 1:
             checkpoints.append(restored_from(side, state))
         if side.position == 4:
-            raise Died  # when the work in the checkpoint was counted
+            raise Died  # the entry at which the work in the checkpoint was counted
 
     def come_back(process: Process) -> None:
         simulation._spawn(0, 60.0, checkpoints[0])
@@ -116,7 +116,7 @@ def test_a_damaged_seal_of_a_passed_entry_drops_the_work_and_no_replica_hangs() 
     seal = simulation.keys.seal(4)
 
     def rot() -> None:
-        assert simulation.keys.mean(4, 0) not in simulation.store.objects  # the others are beyond it
+        assert simulation.keys.mean(4, 0) not in simulation.store.objects  # the others have passed that position
         value = simulation.store.objects[seal]
         simulation.store.objects[seal] = value[:40] + bytes([value[40] ^ 1]) + value[41:]
 

@@ -236,8 +236,10 @@ def sealer(here: Context) -> Sealer:
 def test_the_bound_of_a_replica_that_sees_no_expected_process() -> None:
     for told_s, own_s, unobserved_wait_s in [
         (100.0, 100.0, 230.0),
-        (1e9, 100.0, 2 * 100.0 + 900.0),  # no seal's word holds a replica for ever: half of the round's time is most
-        (3600.0, 3600.0, 2 * 3600.0 + 180.0),  # its own phases are that long: the bound is never below two of them
+        # a phase that a seal reports counts for at most half of the round's time limit, so no replica waits forever
+        (1e9, 100.0, 2 * 100.0 + 900.0),
+        # the replica's own phases are that long, and the bound is never below two of them
+        (3600.0, 3600.0, 2 * 3600.0 + 180.0),
         (0.0, 100.0, 30.0),
     ]:
         now = [0.0]

@@ -181,7 +181,8 @@ def tilted(mutant: str, seed: int) -> dict[str, Any]:
     if mutant == NEVER_LEFT_OUT:
         return {**pair, "sharded": True, "joiners": 0, "copies": 0.0, "faults": Faults(rots=0.02)}
     if mutant == AT_ONCE:
-        flip = (seed % 3, 2 + seed % 3, 1)  # before an even entry, it gets into a copy that only the next seal refutes
+        # a flip before an even entry gets into a copy that only the next seal refutes
+        flip = (seed % 3, 2 + seed % 3, 1)
         three = {"world_size": 3, "entries": [6] * 3, "n_fragments": 2, "snapshot_every": 2}
         return {**three, "flip": flip, "copies": 0.0, "joiners": 0, "faults": Faults()}
     return {}

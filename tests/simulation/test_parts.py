@@ -59,7 +59,7 @@ def test_a_contribution_comes_back_as_it_went() -> None:
     assert Contribution.parse(head + b"payload", "", UNSIGNED)[0] == HEAD
 
 
-@settings(deadline=None)  # a loaded machine is not slow code
+@settings(deadline=None)  # a deadline would fail on a loaded machine
 @given(st.binary(max_size=40), st.integers(0, 1), st.booleans())
 def test_a_seal_comes_back_as_it_went(mean: bytes, shards: int, several: bool) -> None:
     members = {0: SealedReplica("x", 0, 1.0, "d" * 32)} | ({7: SealedReplica("y", 2, 0.5, "e" * 32)} if several else {})
@@ -168,7 +168,7 @@ def test_large_but_finite_inputs_are_fine() -> None:
     assert out[0] == np.float32(1e30)
 
 
-@settings(deadline=None)  # a loaded machine is not slow code
+@settings(deadline=None)  # a deadline would fail on a loaded machine
 @given(st.integers(1, 1200), st.integers(1, 40))
 def test_shards_cover_all_blocks_once_and_evenly(n_elements: int, n_shards: int) -> None:
     layout = fp32_layout(n_elements, Limits(block_elements=4))
@@ -186,7 +186,7 @@ def test_shards_cover_all_blocks_once_and_evenly(n_elements: int, n_shards: int)
     assert min(sizes) >= 1
 
 
-@settings(deadline=None)  # a loaded machine is not slow code
+@settings(deadline=None)  # a deadline would fail on a loaded machine
 @given(st.sets(st.integers(0, 300), min_size=1, max_size=200), st.integers(1, 400), st.integers(0, 50))
 def test_shards_have_owners_that_agree_on_them(ranks: set[int], n_blocks: int, entry: int) -> None:
     n_shards = fp32_layout(n_blocks * 4, Limits(block_elements=4)).n_shards(len(ranks))
@@ -199,7 +199,7 @@ def test_shards_have_owners_that_agree_on_them(ranks: set[int], n_blocks: int, e
 
 def test_a_small_fragment_or_a_large_world_is_not_cut_into_hundreds_of_shards() -> None:
     assert fp32_layout(100 << 20, Limits()).n_shards(8) == 8
-    assert fp32_layout((2 << 20) + 1, Limits()).n_shards(8) == 2  # whole blocks; the rest goes with the last
+    assert fp32_layout((2 << 20) + 1, Limits()).n_shards(8) == 2  # whole blocks; the last shard also gets the rest
     assert fp32_layout(250, Limits()).n_shards(8) == 1
     assert fp32_layout(1000 << 20, Limits()).n_shards(300) == MAX_SHARDS
 

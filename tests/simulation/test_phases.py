@@ -88,7 +88,8 @@ def test_ranks_that_never_came_cost_one_grace_and_who_comes_late_is_counted(came
     assert after[1:] == [{*came, late}] * (len(after) - 1)
 
 
-# -- scenes that mutants must spoil ------------------------------------------------------------------------------------
+# -- scenes in which mutants must fail
+# ------------------------------------------------------------------------------------
 
 
 def a_replica_whose_peers_vanished_continues_alone() -> None:
@@ -127,7 +128,7 @@ def a_run_that_is_resumed_as_a_whole_is_in_phase_from_its_start(leaves_outcome: 
 
 
 def a_dead_replica_costs_the_others_one_grace_from_when_they_waited() -> None:
-    entry = next(entry for entry in range(1, 20) if hash_order(range(4), "seal", entry)[0] == 2)  # it was to look
+    entry = next(entry for entry in range(1, 20) if hash_order(range(4), "seal", entry)[0] == 2)  # it was due to look
     at_s = 105.0 * entry + 50
     simulation = ran(100, [never_back(2, at_s)], until_s=at_s + 300)
     created_s = simulation.store.created_s
@@ -197,14 +198,15 @@ def test_scene(scene: Callable[[], None]) -> None:
     scene()
 
 
-# -- comers, goers and copies ------------------------------------------------------------------------------------------
+# -- replicas that join, leave or exist twice
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("die", [(2,), (0, 1, 2, 3)], ids=["one", "all"])
 def test_a_returner_whose_predecessor_is_counted_keeps_its_own_work(die: tuple[int, ...]) -> None:
     """Rank 2 dies when its contribution is stored, alone or with all others, and comes back before the seal."""
     simulation = Simulation(phased(20, [], None, entries=[8] * 4, speeds=[1.5, 1.5, 1, 1.5], upload_s=0.0))
-    simulation.scenario.absences.append(Absence(3, 1e9, 0.0))  # deaths are this scene's alone
+    simulation.scenario.absences.append(Absence(3, 1e9, 0.0))  # only this test decides about deaths
 
     def kill() -> None:
         for rank in die:

@@ -49,7 +49,7 @@ def heal_a_flipped_bit(when: str, rank: int, n_fragments: int, *, sharded: bool)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(IntegerState, "pack", packing)
         patch.setattr(IntegerState, "apply", applying)
-        simulation.run()  # checks after each later entry that the state is the log's
+        simulation.run()  # the simulation checks after each later entry that the state is the state of the log
     assert flipped == [when], (rank, n_fragments, sharded)
 
 
@@ -157,7 +157,8 @@ def test_a_finisher_that_is_started_again_has_nothing_to_do() -> None:
     assert 3 in simulation.clean
 
 
-# -- rot ---------------------------------------------------------------------------------------------------------------
+# -- damaged objects
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def rot(simulation: Simulation, pattern: str, rotten: list[str], *, cut: bool = False) -> None:

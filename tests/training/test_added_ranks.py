@@ -46,7 +46,7 @@ def test_an_added_rank_that_never_starts_hides_no_other_and_is_taken_by_no_joine
     store.put(added_key("test", 1), b"no record")
     add(store, 2, 4)
     assert join(store) == 3
-    for _ in range(3):  # what cannot be read is read again before it counts for nothing
+    for _ in range(3):  # an unreadable record is read again before it is ignored
         members.look_for_joiners()
     assert members.claimed == {0, 3}
     for rank in (2, 5):

@@ -83,7 +83,7 @@ class Gate:
         self.is_open.wait()
 
     def opens_when(self, diloco: DiLoCo, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-        """Let something be done, and the gate be open, from when the training waits for the rounds."""
+        """When the training waits for the rounds, call a function and open the gate."""
         scheduler = diloco._training_side._scheduler
         until = scheduler.until
 
@@ -194,7 +194,7 @@ def test_what_is_in_flight_is_merged_before_a_state_is_taken_or_loaded_and_is_th
         state = diloco.state_dict()
         assert (state["rounds"], state["anchor"]["weight"][0, 0], value_of(model)) == (1, 2.0, 3.0)
         weights = model.state_dict()["weight"].clone()
-        steps(4, model, diloco)  # to the midst of the next round
+        steps(4, model, diloco)  # to the middle of the next round
         model.load_state_dict({"weight": weights})
         diloco.load_state_dict(state)
         assert diloco.rounds == 2
@@ -307,7 +307,7 @@ def test_a_process_that_interrupts_a_training_that_waits_ends_it(monkeypatch: py
 
 
 def test_a_process_that_interrupts_a_replica_while_it_begins_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It joins a run whose first seal names work that does not exist."""
+    """The replica joins a run whose first seal names work that does not exist."""
     store, model = MemoryStore(), zeros()
     with begin(store, model) as diloco:
         seal = Seal({0: SealedReplica("gone", 7, 1.0, "d" * 32)}, diloco._model_state.digest(0), 1)

@@ -189,7 +189,7 @@ def test_a_table_that_never_changes_is_not_kept_again_and_again() -> None:
     leave(diloco)
     diloco._workers.uploads.finish()
     sizes = [entry.size_bytes for entry in store.list("test/diloco/main/own/")]
-    assert 0 < max(sizes) < 4 * 65 * 64 + 1000  # what was done since the last round, at most
+    assert 0 < max(sizes) < 4 * 65 * 64 + 1000  # at most the work since the last round
     assert diloco._model_state.local_buffers.changed().keys() == {"seen"}
 
 
@@ -204,7 +204,8 @@ def test_a_large_table_of_whole_numbers_is_not_read_again_at_each_keep(monkeypat
     model = nn.Linear(2, 2)
     model.register_buffer("packed", torch.zeros(LARGE + 1, dtype=torch.int32))
     model.register_buffer("small", torch.zeros(8, dtype=torch.int32))
-    model.register_buffer("means", torch.zeros(LARGE + 2))  # batch normalisation writes, and torch notes nothing
+    # batch normalization writes to it, and torch does not count that write
+    model.register_buffer("means", torch.zeros(LARGE + 2))
     with DiLoCo(model, inner_steps=1, sync_buffers=False, allow_no_rounds=True) as diloco:
         new_buffers = diloco._model_state.local_buffers.changed
         assert sorted(read) == [8, LARGE + 1, LARGE + 2]

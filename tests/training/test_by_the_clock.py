@@ -191,7 +191,7 @@ def test_a_round_is_due_at_the_first_step_so_long_after_the_last_was_had() -> No
     one.now += 3.0  # the round
     one.phase.advance_in_phase(1, one.now)
     assert [one.step(4.0).is_due for _ in range(3)] == [False, False, True]
-    one.phase.advance_in_phase(1, one.now - 2.0)  # the others had it before
+    one.phase.advance_in_phase(1, one.now - 2.0)  # the others had the mean earlier
     assert [one.step(4.0).is_due for _ in range(2)] == [False, True]
     one.phase.advance_in_phase(1, one.now)
     one.now += 30.0
@@ -206,7 +206,8 @@ def test_what_is_sent_before_it_is_due_says_for_how_long_training_continues() ->
     assert one.phase.ahead_s(0) == pytest.approx(4.0)
     one.step(5.0)
     assert one.phase.is_due
-    one.phase.advance_in_phase(1, one.now - 4.0)  # had in time: what is due next is so ten seconds after this was due
+    # the mean came in time, so the next round is due ten seconds after this one was due
+    one.phase.advance_in_phase(1, one.now - 4.0)
     assert [one.step(3.0).is_due for _ in range(3)] == [False, False, True]
 
 
@@ -241,7 +242,7 @@ def train_as_a_replica(folder: str) -> dict[str, Any]:
         while diloco.progress < 1:
             if replica.rank == 1 and replica.attempt:
                 open(begun, "w").close()
-            while diloco.rounds >= 5 and not os.path.exists(begun):  # the others are not to be at the end before
+            while diloco.rounds >= 5 and not os.path.exists(begun):  # the others must not reach the end earlier
                 time.sleep(0.01)
             time.sleep(STEPS_S[replica.rank])
             nudge(model, torch.rand(()) * 0.1)

@@ -33,7 +33,7 @@ class Late:
             self.has_a_round()
         self.late = DiLoCo(self.model, background=True, **options, **place(store, rank=1, world_size=2))
         assert self.late._training_side.is_out_of_phase
-        self.late.state_dict()  # what it sent at once is merged, if it was
+        self.late.state_dict()  # the work that it sent early is merged, if it was counted
 
     def has_a_round(self) -> None:
         """Let the first replica have a round by itself."""
@@ -41,7 +41,10 @@ class Late:
         self.ahead.step()
 
     def while_it_adopts(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-        """Do something in the training of the second while its rounds adopt; these go on when the training waits."""
+        """Call a function in the training thread of the second replica while its round thread adopts a seal.
+
+        The rounds continue when the training waits.
+        """
         adopts, may_go_on = threading.Event(), threading.Event()
         runner, scheduler = self.late._training_side.runner, self.late._training_side._scheduler
         wait_for_mean, until = runner._wait_for_mean, scheduler.until
@@ -65,7 +68,7 @@ class Late:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     next_process()
-    monkeypatch.setattr(Phase, "has_one_step", property(lambda _: False))  # else it would wait for each seal
+    monkeypatch.setattr(Phase, "has_one_step", property(lambda _: False))  # otherwise it would wait for each seal
     replicas = Late()
     yield replicas
     leave(replicas.late)

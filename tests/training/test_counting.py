@@ -1,4 +1,7 @@
-"""Counting, copies, leaving and snapshots with the real training state: rules that no test noticed once."""
+"""Tests rules about counting, copies, leaving and snapshots with the real training state.
+
+Other tests once missed their loss.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from executors.store.faulty import FaultyStore
 
 BLOCK_ELEMENTS = 16
 NO_HURRY_S = 1e6
-"""Nobody takes over what another is to do."""
+"""Limits with which no replica takes over the work of another one."""
 SHARDED = Limits(small_bytes=0, block_elements=BLOCK_ELEMENTS, takeover_after_s=NO_HURRY_S, grace_s=NO_HURRY_S)
 KEYS = Keys("test", "main")
 
@@ -48,7 +51,7 @@ def values_in(tensor: torch.Tensor) -> list[float]:
     return sorted(set(tensor.flatten().tolist()))
 
 
-# -- what another copy of a rank did -----------------------------------------------------------------------------------
+# -- work of another copy of a rank -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("late", ["carry", "drop"])
@@ -203,7 +206,7 @@ def test_a_bit_that_flips_between_an_outer_step_and_the_copy_of_its_result_is_in
         if flipped == "before it is sent" and entry == 2:
             flip()
         diloco.step()
-        diloco._workers.uploads.finish()  # a replica that still writes a snapshot takes no other
+        diloco._workers.uploads.finish()  # a replica that still writes a snapshot begins no other
     pointers = sorted(entry.key for entry in store.list("test/diloco/main/snapshot/"))
     assert pointers == [KEYS.snapshot(entry) for entry in range(3 if flipped is None else 2)]
     leave(diloco)

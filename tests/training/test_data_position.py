@@ -15,7 +15,7 @@ from executors.store import MemoryStore
 
 N = 64
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata's, of torch
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata is a package of the torch project
 ]
 
 

@@ -32,7 +32,7 @@ def test_a_short_run_alone_tells_what_it_did(
 
     result: dict[str, Any] = demo.train(steps=25, inner_steps=10, data=str(text), compare=True, batch=2)
 
-    assert result["rounds"] == 3  # two planned, and one for what came after them
+    assert result["rounds"] == 3  # two planned rounds, and one for the steps after them
     assert result["loss"] < result["loss_before"]
     for words in (
         "1 replica trained",

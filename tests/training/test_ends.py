@@ -46,7 +46,7 @@ def test_a_straggler_fulfils_the_plan_and_adds_no_round_of_its_own() -> None:
 
 @pytest.mark.parametrize("is_far", [False, True])
 def test_a_late_replica_is_in_phase_again_and_loses_nothing(is_far: bool) -> None:
-    """At a far store it looks for the seal in the background."""
+    """At a distant store, the replica looks for the seal in the background."""
     store = FaultyStore(MemoryStore(), seed=0) if is_far else MemoryStore()
     both_here, early_done = threading.Barrier(2), threading.Event()
 
@@ -56,11 +56,13 @@ def test_a_late_replica_is_in_phase_again_and_loses_nothing(is_far: bool) -> Non
         limits = Limits(grace_s=60.0 if late else 0.05, takeover_after_s=0.01)
         with DiLoCo(model, inner_steps=1, total_steps=4, **PLAIN, **where, _limits=limits) as diloco:
             start = diloco.anchor()["weight"].item()
-            both_here.wait()  # else the late one would come after the first rounds, and be out of phase from its start
+            # otherwise the late replica would come after the first rounds, and would be out of phase from its start
+            both_here.wait()
             if late:
                 early_done.wait()
                 nudge(model, 4.0)
-                report = diloco.step()  # catches up, presents its work for the open round, and does not wait for it
+                # the late replica catches up, sends its work to the open round, and does not wait
+                report = diloco.step()
                 assert report is not None
                 assert (report.round, report.counted, diloco.rounds) == (3, False, 3)
             else:
@@ -162,7 +164,7 @@ def test_steps_that_are_in_no_average_are_counted_in_a_warning() -> None:
             diloco.step()
         try:
             diloco.close()
-        except UserWarning as warning:  # the tests' settings make errors of warnings
+        except UserWarning as warning:  # the settings of the tests turn warnings into errors
             return str(warning)
         return ""
 
@@ -183,7 +185,7 @@ def test_a_loop_that_ends_before_the_run_is_warned_of_with_the_remedy(made: int,
             diloco.step()
         try:
             diloco.close()
-        except UserWarning as warning:  # the tests' settings make errors of warnings
+        except UserWarning as warning:  # the settings of the tests turn warnings into errors
             return str(warning)
         return ""
 

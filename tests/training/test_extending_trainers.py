@@ -19,7 +19,7 @@ from executors.store import MemoryStore
 FIRST, LONGER, INNER = 24, 40, 4
 PLAIN: dict[str, Any] = {"inner_steps": INNER, "outer_lr": 1.0, "outer_momentum": 0.0}
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # both trainers have advice for everything
+pytestmark = pytest.mark.filterwarnings("ignore")  # both trainers print many hints
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_trainer_of_transformers_with_arguments_of_its_own_is_told_how_to_foll
 
 
 def train_lightning(folder: Path, *, by_epochs: bool = False, ordered_at: int | None = None) -> tuple[Any, Any, Any]:
-    """Train as a script does that knows nothing of extensions; return trainer, callback and module.
+    """Train like a script without any code for extensions. Return trainer, callback and module.
 
     Args:
         ordered_at: the step at which the extension is ordered, while this attempt trains.

@@ -21,7 +21,8 @@ pytestmark = WARNINGS
 @pytest.fixture(autouse=True)
 def _a_replica() -> Iterator[None]:
     next_process()
-    set_current_replica(Replica(0, 1, "another", 0, "memory://hf"))  # else each test says that it is none
+    # otherwise each test warns that it is not a replica
+    set_current_replica(Replica(0, 1, "another", 0, "memory://hf"))
     yield
     set_current_replica(None)
 
@@ -141,7 +142,7 @@ def test_after_a_notice_the_schedule_continues_once_the_run_is_where_it_was(tmp_
 def test_a_rank_that_comes_back_with_its_checkpoint_of_a_later_epoch_trains_to_the_end(
     tmp_path: Path, dies_at: int, ends_at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Or it logs that it did not: the trainer has only the epochs that are left after the checkpoint."""
+    """If it does not reach the end, it logs that: the trainer has only the epochs after the checkpoint."""
     three_epochs: dict[str, Any] = {"max_steps": 39, "save_strategy": "steps", "save_steps": 26}
     store = MemoryStore()
     with pytest.raises(Killed):

@@ -32,7 +32,8 @@ pytestmark = WARNINGS
 @pytest.fixture(autouse=True)
 def _a_replica(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
     next_process()
-    set_current_replica(Replica(0, 1, "another", 0, "memory://hf"))  # else each test says that it is none
+    # otherwise each test warns that it is not a replica
+    set_current_replica(Replica(0, 1, "another", 0, "memory://hf"))
     yield
     set_current_replica(None)
 
@@ -77,7 +78,7 @@ def test_a_tracker_that_was_put_behind_gets_rounds_and_means_of_the_replicas_own
         trainer(tmp_path, store, dies_at=9).train()
     next_process()
     back, tracker = trainer(tmp_path, store), Tracker()
-    back.callback_handler.callbacks.insert(1, tracker)  # where report_to puts its own
+    back.callback_handler.callbacks.insert(1, tracker)  # report_to puts its callbacks there
     back.add_callback(back.pop_callback(Tracker))
     back.train()
     assert tracker.rows[0]["step"] == 10

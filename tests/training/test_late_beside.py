@@ -22,7 +22,7 @@ LIMITS = Limits(grace_s=0.01, takeover_after_s=0.05)
 
 
 def uncounted(diloco: DiLoCo, model: nn.Module) -> list[tuple[float, float]] | None:
-    """Return by fragment how far live parameters are from the anchor, and how many steps that is said to be.
+    """For each fragment, return the distance of the live parameters from the anchor, and the reported number of steps.
 
     Returns: None: something lands all the time.
     """
@@ -43,7 +43,7 @@ def check_what_is_kept(diloco: DiLoCo) -> None:
 
     def checked(position: int, progress: list[torch.Tensor], uncounted_since: list[int], buffers: Any) -> None:
         assert training.run_in_round_thread(lambda: training.runner.position) == position
-        if not progress:  # there is no search if there can be none
+        if not progress:  # nothing is searched if there can be no such state
             assert not any(training.phase.uncounted_steps)
             assert not any(part.any() for part in diloco._model_state.progress())
             return

@@ -22,7 +22,7 @@ def test_a_replica_whose_frozen_weights_are_not_the_others_is_warned(
         rank = where["rank"]
         frozen = nn.Linear(4, 4).requires_grad_(False)
         for parameter in frozen.parameters():
-            nn.init.constant_(parameter, 1 + (1e-6 if is_alike else 1) * rank)  # alike, but for a machine's rounding
+            nn.init.constant_(parameter, 1 + (1e-6 if is_alike else 1) * rank)  # equal, except for a machine's rounding
         with DiLoCo(nn.Sequential(frozen, nn.Linear(4, 1)), **where):
             pass
 

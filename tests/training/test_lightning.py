@@ -23,7 +23,7 @@ from executors.store import MemoryStore
 lightning = pytest.importorskip("lightning.pytorch", reason="pip install 'serverless-replicas[lightning]'")
 from diloco.trainers.lightning import DiLoCoCallback  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning has advice for everything
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning prints many hints
 N_ITEMS, STEPS, INNER = 26, 24, 4
 
 
@@ -34,7 +34,7 @@ def replica_of(run_id: str, attempt: int = 0, **more: Any) -> Replica:
 @pytest.fixture(autouse=True)
 def _a_replica() -> Iterator[None]:
     next_process()
-    set_current_replica(replica_of("another"))  # else each test says that it is none
+    set_current_replica(replica_of("another"))  # otherwise each test warns that it is not a replica
     yield
     set_current_replica(None)
 
@@ -118,7 +118,7 @@ def test_a_replica_that_comes_back_has_its_optimizer_schedule_data_and_step(
     kept = dies_at // INNER * INNER * 2 * accumulated
     assert trainer.global_step == STEPS
     assert ours.diloco.rounds == STEPS // INNER
-    if accumulated == 1:  # else the last update of the epoch in which it came back is another
+    if accumulated == 1:  # otherwise the last update of the epoch in which it came back differs
         assert died.seen[:kept] + back.seen == calm.seen
         assert {step: calm.rates[step] for step in back.rates} == back.rates
         for name, values in calm.state_dict().items():
@@ -232,7 +232,7 @@ def test_a_rank_that_comes_back_with_its_checkpoint_of_a_later_epoch_trains_to_t
 
 @pytest.mark.parametrize("is_replica", [True, False])
 def test_another_run_of_the_name_begins_where_a_checkpoint_of_the_first_is(tmp_path: Path, is_replica: bool) -> None:
-    """That is a plain script that is started again, and `replicas rm RUN` before a launch of the same name."""
+    """This happens if a plain script is started again, or after `replicas rm RUN` and a launch with the same name."""
     for nonce, steps in [("first", 8), ("second", STEPS)]:
         replica = replica_of("again", claimed_nonce=nonce)
         replica.__dict__["store"] = MemoryStore()
@@ -296,7 +296,7 @@ def fit_as(rank: int, folder: Path, loggers: Any, *, attempt: int = 0, also: Seq
 
 
 class Logs(lightning.Callback):  # type: ignore[misc, name-defined]
-    """Logs a number at the first step."""
+    """A module that logs a number at the first step."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         trainer.logger.log_metrics({"number": 1.0}, 0)
@@ -397,7 +397,7 @@ def test_an_average_of_the_weights_is_averaged_over_the_replicas_and_is_the_mode
 @pytest.mark.skipif(not AVERAGING, reason="Lightning has WeightAveraging since 2.6")
 def test_a_replica_that_comes_back_continues_with_its_average_and_not_with_a_new_one(tmp_path: Path) -> None:
     def average() -> Any:
-        return lightning.callbacks.WeightAveraging()  # over all steps alike, so that their number counts
+        return lightning.callbacks.WeightAveraging()  # a plain mean over all steps, so that their number matters
 
     calm = average()
     fit(MemoryStore(), stateful_loader(), folder=tmp_path, also=[calm])

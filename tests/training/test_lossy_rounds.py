@@ -43,7 +43,7 @@ def zeros(n: int = 1000, dtype: torch.dtype = torch.float32) -> nn.Linear:
 
 
 def uneven(scale: float = 1.0, n: int = 1000) -> torch.Tensor:
-    """Return steps of which most are far too small for a wire, compared with the largest one."""
+    """Return steps. Compared with the largest one, most of them are too small for the wire."""
     steps = torch.full((1, n), 1e-3 * scale)
     steps[0, ::100] = scale
     return steps
@@ -69,7 +69,7 @@ def test_what_a_wire_leaves_out_goes_with_a_later_contribution(wire: str, limits
     anchor = results[0][0]
     assert torch.equal(anchor, results[1][0])
     left = torch.stack([live - anchor for _, live in results]).mean(0)
-    # Of what both did, each unit is in the anchor or still in the live parameters.
+    # Each unit of work of both replicas is in the anchor, or still in the live parameters.
     torch.testing.assert_close(anchor + left, rounds * uneven(1.5), rtol=1e-4, atol=1e-4)
     assert float((anchor / (rounds * uneven(1.5)) - 1).abs().max()) < {"bf16": 1e-4, "int8": 0.2, "int4": 4.0}[wire]
     assert float(left.abs().max()) < {"bf16": 2e-2, "int8": 2e-2, "int4": 0.3}[wire]

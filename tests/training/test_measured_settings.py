@@ -49,7 +49,7 @@ def anchor_of_replicas(models: Sequence[nn.Module], training: Training, given: d
     """Train real replicas that communicate in memory, and return the shared parameters at the end."""
     store, n = MemoryStore(), len(models)
     plan = {"inner_steps": INNER_STEPS, "total_steps": INNER_STEPS * ROUNDS, **given}
-    with ThreadPoolExecutor(n) as at_once:  # replicas that meet wait for each other
+    with ThreadPoolExecutor(n) as at_once:  # replicas in one run wait for each other
         replicas = list(at_once.map(lambda rank: DiLoCo(models[rank], **plan, **place(store, rank, n)), range(n)))
         for _ in range(INNER_STEPS * ROUNDS):
             training.step()

@@ -34,7 +34,7 @@ def _processes_are_forgotten() -> None:
 
 
 def steps_of(rank: int, n: int, size: int = N) -> Floats:
-    """Return inner steps that depend on nothing."""
+    """Return fixed inner steps, which depend on no data."""
     return np.random.default_rng(rank).normal(size=(n, size), scale=0.1).astype(np.float32)
 
 
@@ -181,7 +181,7 @@ def test_work_that_waits_too_long_is_given_up_once_and_with_a_warning(
     assert set(model.weight.flatten().tolist()) == {1.0 if carry_rounds is None else 0.0}
     assert len(warnings) == (carry_rounds is not None), warnings
     if carry_rounds is not None:
-        rounds = f"{carry_rounds} round{'s' * (carry_rounds > 1)}"  # nothing says that this replica is slow
+        rounds = f"{carry_rounds} round{'s' * (carry_rounds > 1)}"  # no warning says that this replica is slow
         (warning,) = warnings
         assert warning.endswith(
             f"dropped because no mean of {rounds} counted it: they arrived after the round was decided. "
@@ -191,7 +191,7 @@ def test_work_that_waits_too_long_is_given_up_once_and_with_a_warning(
 
 
 def test_a_late_replica_that_sees_the_end_in_the_midst_of_a_step_is_at_the_run_s_last_step() -> None:
-    """So is a schedule that follows it, which may refuse one more step."""
+    """A schedule that follows the run is at that step, too. It may refuse one more step."""
     store, model = MemoryStore(), nn.Linear(4, 1, bias=False)
     options: dict[str, Any] = {"inner_steps": 2, "total_steps": 4, "carry_rounds": None, **PLAIN}
     diloco = DiLoCo(model, **options, **place(store, world_size=2), _limits=Limits(grace_s=1e6))
@@ -220,7 +220,7 @@ def test_work_that_was_sent_for_an_entry_that_was_jumped_over_goes_with_the_next
     nudge(model, 1.0)
     state.hold(0, is_early=True)
     before = state.anchors_now()
-    state.anchors[0] += 5.0  # as a later snapshot has it
+    state.anchors[0] += 5.0  # the value that a later snapshot has
     state.follow(before, [Verdict.KEPT], partly=None)
     state.prepare_merge()
     state.merge()

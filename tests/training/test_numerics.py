@@ -243,7 +243,8 @@ def test_the_anchor_is_float32_on_the_cpu_whatever_torch_makes_by_default(
 ) -> None:
     def trained(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
         store = MemoryStore()
-        for model, n_steps in zip(models, (5, 4), strict=True):  # the second goes on with what the first has kept
+        # the second attempt continues with the saved state of the first
+        for model, n_steps in zip(models, (5, 4), strict=True):
             next_process()
             diloco = DiLoCo(model, inner_steps=2, snapshot_every=1, **options, **place(store))
             diloco.attach_state("generator", torch.Generator())
@@ -358,7 +359,10 @@ for name, mean_name in DEFAULT_MEAN_WIRE.items():
 
 
 def test_all_processors_come_to_the_same_bits() -> None:
-    """Torch and numpy use other code on each processor. Here they must do without some abilities of this one."""
+    """Torch and numpy use other code on each processor.
+
+    In this test they may not use some instructions of this processor.
+    """
     numpy = import_module("numpy._core._multiarray_umath")
     every = " ".join(name for name in numpy.__cpu_dispatch__ if numpy.__cpu_features__[name])
     tried: dict[tuple[str, str], list[str]] = {}

@@ -17,11 +17,11 @@ from diloco.stale_copies.optimizer_hook import _watchers
 
 
 class TwoLoop(torch.optim.LBFGS):
-    """Has the state of LBFGS under a name without meaning."""
+    """An optimizer with the state of LBFGS and a name without meaning."""
 
 
 class OneStepLBFGS(torch.optim.SGD):
-    """Has the name of LBFGS, and a state of another kind."""
+    """An optimizer with the name of LBFGS and another kind of state."""
 
 
 class Remembering(torch.optim.SGD):
@@ -42,7 +42,7 @@ class Shampoo(torch.optim.SGD):
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state.setdefault("preconditioners", [torch.eye(size) for size in parameter.shape])
-                state["prev_grad"] = parameter.grad.clone()  # as Rprop's and Adan's: of one step alone
+                state["prev_grad"] = parameter.grad.clone()  # like the state of Rprop and Adan: from one step only
         return super().step(closure)
 
 
@@ -165,5 +165,5 @@ def test_nothing_watches_steps_after_a_close_or_if_it_was_dropped() -> None:
     callback = history._callback
     assert is_watched(callback)
     del history
-    torch.optim.SGD([torch.zeros(1)]).step()  # the next step forgets what was dropped
+    torch.optim.SGD([torch.zeros(1)]).step()  # the next step removes the DiLoCo that was dropped
     assert not is_watched(callback)

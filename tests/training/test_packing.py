@@ -80,7 +80,7 @@ def test_whether_work_has_moved_is_seen_in_its_first_piece(monkeypatch: pytest.M
     assert compared == [PIECE]
 
 
-@settings(deadline=None)  # a loaded machine is not slow code
+@settings(deadline=None)  # a deadline would fail on a loaded machine
 @given(
     st.lists(st.integers(1, 90), min_size=1, max_size=8),
     st.sampled_from([1, 3, 16, 25, 250]),
@@ -205,7 +205,7 @@ def test_a_parallel_map_keeps_the_order_and_does_several_things_at_once() -> Non
     at_once.close()
 
 
-@settings(deadline=None)  # a loaded machine is not slow code
+@settings(deadline=None)  # a deadline would fail on a loaded machine
 @given(st.integers(1, 40), st.integers(1, 750))
 def test_the_memory_taken_at_first_is_enough_for_any_shard(n_ranks: int, n_elements: int) -> None:
     layout = Layout(n_elements, Limits(small_bytes=100, block_elements=16), FP32, FP32)

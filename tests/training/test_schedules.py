@@ -167,7 +167,7 @@ def test_what_does_not_follow_is_named_once_with_the_steps_it_lags(caplog: pytes
     kept = back.schedule.last_epoch
     assert kept in (16, 20), "it was kept with one of the last two rounds"
     assert lines == [f"rank 0: DiLoCo 'main' continued at step 60, with attached state from step {kept}"]
-    back.diloco._attached.follow(100, back.diloco._training_side.phase.n_steps + 4)  # the run went on once more
+    back.diloco._attached.follow(100, back.diloco._training_side.phase.n_steps + 4)  # the run continued once more
     assert caplog.messages[-1] == (
         f"rank 0: DiLoCo 'main' continued at step 100, with attached state from step {kept + 4}"
     )
@@ -232,7 +232,7 @@ def test_a_schedule_and_an_optimizer_that_accelerate_prepared_follow_the_run_whi
             with accelerator.accumulate(model):
                 accelerator.backward(model(torch.ones(1, 2)).sum())
                 optimizer.step()
-                schedule.step()  # as the script had it: it does no harm
+                schedule.step()  # the script's own step, which does no harm
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
                 diloco.step()

@@ -241,7 +241,8 @@ def test_masters_that_are_written_before_the_forward_pass_are_found_although_a_m
 
 
 def test_masters_that_are_stepped_in_the_backward_pass_are_found() -> None:
-    errors = error_of(partial(Fused, masters=True), 8)  # the replica that is told first ends the run of the other
+    # the replica that gets the error first ends the run of the other
+    errors = error_of(partial(Fused, masters=True), 8)
     assert any(error.startswith("Optimizer SGD put '") for error in errors), errors
 
 
@@ -254,7 +255,7 @@ def test_slow_weights_that_take_back_rounds_some_steps_later_are_warned_of(k: in
         optimizer = SlowWeights(model, k, share, hidden=hidden)
         try:
             train(model, optimizer, diloco, 72, where["rank"])
-        except UserWarning as warning:  # the tests' settings make errors of warnings
+        except UserWarning as warning:  # the settings of the tests turn warnings into errors
             return str(warning)
         finally:
             leave(diloco)
@@ -369,7 +370,7 @@ def test_an_honest_optimizer_that_computes_gradients_in_its_step_or_steps_in_the
         for _ in range(8 * inner_steps):
             closure() if fused else optimizer.step(closure)
             if diloco.step() is not None and kind == "lbfgs":
-                optimizer.state.clear()  # its history is from before the round, which has a warning
+                optimizer.state.clear()  # its history is from before the round, which causes a warning
         value = float(diloco.anchor()["0.weight"].mean())
         leave(diloco)
         return value
@@ -423,7 +424,10 @@ def test_the_test_of_a_suspicion_leaves_parameters_as_they_were_but_for_rounding
 
 
 def test_a_step_of_another_models_optimizer_with_layers_of_the_same_shape_moves_no_value() -> None:
-    """As a discriminator's, between a generator's forward and backward pass: autograd would refuse the gradient."""
+    """For example, a discriminator makes a step between a generator's forward and backward pass.
+
+    Autograd would refuse the gradient.
+    """
     generator, discriminator = nn.Linear(64, 64), nn.Linear(64, 64)
     stale = StaleCopies(generator, plan_fragments(generator, 1, sync_buffers=None))
     optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (discriminator, generator)]
@@ -472,7 +476,7 @@ def test_a_step_of_one_of_two_optimizers_moves_no_value_that_the_other_steps() -
     stale.check()
     assert stale._n_cleared == 1
     for name, values in gan.named_parameters():
-        if name.startswith("discriminator"):  # which had no gradient at its step
+        if name.startswith("discriminator"):  # this parameter had no gradient at the step
             torch.testing.assert_close(values.detach(), before[name])
     stale.close()
 
@@ -516,14 +520,14 @@ def test_an_average_made_before_the_diloco_is_warned_of_and_takes_the_anchor_whe
     def body(where: Mapping[str, Any]) -> tuple[str, float, float]:
         model = mlp(where["rank"])
         early, averaged = copy.deepcopy(model), copy.deepcopy(model)
-        best = copy.deepcopy(model.state_dict())  # as scripts keep one of their best model
+        best = copy.deepcopy(model.state_dict())  # scripts keep such a copy of their best model
         diloco = DiLoCo(model, inner_steps=5, **PLAIN, **where)
         diloco.average_also(averaged)
         weight = diloco.anchor()["0.weight"]
         away = float((averaged.state_dict()["0.weight"] - weight).abs().max())
         try:
             diloco.step()
-        except UserWarning as warning:  # the tests' settings make errors of warnings
+        except UserWarning as warning:  # the settings of the tests turn warnings into errors
             return str(warning), away, float(best["0.weight"].mean())
         finally:
             leave(diloco)
@@ -532,7 +536,7 @@ def test_an_average_made_before_the_diloco_is_warned_of_and_takes_the_anchor_whe
     told = run_replicas(2, body)
     assert [away for _, away, _ in told] == [0.0, 0.0]
     first, second = sorted(message for message, _, _ in told)
-    assert first == ""  # its own values became the anchor
+    assert first == ""  # the values of this replica became the anchor
     assert "and 2 more as it was before the first anchor, like an EMA made too early" in second
     assert "diloco.average_also()" in second
 
@@ -693,7 +697,7 @@ class EmaShadow:
 
 
 class SchemaOfBestModel(ModelEmaV3):
-    """No average: the name only has the letters."""
+    """This class is not an average: its name only contains the letters."""
 
 
 @pytest.mark.parametrize("kind", [ModelEmaV3, EmaShadow, AveragedModel, SchemaOfBestModel])
@@ -702,7 +706,7 @@ def test_an_average_of_one_replicas_weights_is_named_at_the_first_step_unless_it
     kind: Any, is_given: bool
 ) -> None:
     def body(where: Mapping[str, Any]) -> str:
-        torch.manual_seed(0)  # pretrained weights are the same on each replica, so values tell nothing
+        torch.manual_seed(0)  # pretrained weights are the same on each replica, so their values prove nothing
         model = nn.Linear(8, 4)
         diloco = DiLoCo(model, inner_steps=2, total_steps=4, **PLAIN, **where)
         holder = {"callbacks": [kind(model)]}
@@ -715,7 +719,7 @@ def test_an_average_of_one_replicas_weights_is_named_at_the_first_step_unless_it
             )
         try:
             diloco.step()
-        except UserWarning as warning:  # the tests' settings make errors of warnings
+        except UserWarning as warning:  # the settings of the tests turn warnings into errors
             return str(warning)
         finally:
             leave(diloco)

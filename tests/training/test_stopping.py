@@ -57,7 +57,7 @@ def test_all_replicas_end_after_the_same_round_with_one_model(case: str) -> None
 
 def test_a_run_that_was_stopped_has_ended_for_the_process_that_comes_back_to_it() -> None:
     store = MemoryStore()
-    for snapshot_every in (1, 100):  # with a snapshot behind the last round, and with none
+    for snapshot_every in (1, 100):  # with a snapshot after the last round, and without one
         where = {**place(store), "run_id": f"run-{snapshot_every}"}
         options: dict[str, Any] = {"inner_steps": 2, "total_steps": 100, "snapshot_every": snapshot_every, **PLAIN}
         first = DiLoCo(model := nn.Linear(2, 1), **options, **where)
@@ -134,7 +134,7 @@ def test_a_wish_at_the_end_of_a_stage_means_the_same_whether_a_replica_knows_of_
 
 
 def test_a_schedule_of_epochs_ends_with_the_epoch_in_which_a_replica_stops_the_run() -> None:
-    """In the loop that the tutorial has; else it would be stepped for each epoch that is left."""
+    """This tests the loop of the tutorial. Otherwise the schedule would be stepped for each remaining epoch."""
 
     def body(where: Mapping[str, Any]) -> tuple[int, float, int]:
         model = nn.Linear(2, 1)

@@ -55,7 +55,7 @@ class Counting(MemoryStore):
 
 @pytest.mark.parametrize("n_fragments", [1, 2])
 @pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.filterwarnings("ignore:.* in no average")  # of staggered fragments without a known end
+@pytest.mark.filterwarnings("ignore:.* in no average")  # from staggered fragments without a planned end
 def test_a_run_of_sixty_rounds_never_keeps_more_than_the_protocol_says(sharded: bool, n_fragments: int) -> None:
     store = Counting()
 
@@ -72,21 +72,24 @@ def test_a_run_of_sixty_rounds_never_keeps_more_than_the_protocol_says(sharded: 
                         parameter.add_(0.01 * (1 + where["rank"]))
                     model.get_buffer("steps").add_(1)
                 diloco.step()
-                diloco._workers.uploads.finish()  # rounds take no time here: what is kept is stored before the next
+                # rounds take no time here, so saved state is stored before the next round
+                diloco._workers.uploads.finish()
             return diloco.rounds
 
     assert run_replicas(N, body, store=store) == [ROUNDS] * N
     blocks = -(-SIZE // n_fragments // BLOCK_ELEMENTS)
     shards = min(N, blocks) if sharded else 0
     most = store.most
-    assert 0 < most["contribution"] <= 2 * N  # those of one round, and of the next before the last has adopted it
+    # the objects of one round, and of the next one until every replica has adopted the first
+    assert 0 < most["contribution"] <= 2 * N
     assert most["mean"] <= 3 * EVERY * shards
     assert bool(most["mean"]) is sharded
     assert 0 < most["part"] <= 3  # a snapshot is one part here
-    # A record and its tensors, as often as there are snapshots, and of the last two rounds at which they were kept.
+    # A record and its tensors for each snapshot, and for the last two rounds after which state was saved.
     assert 0 < most["own"] <= 2 * (3 + 2) * N
     assert 2 <= most["rest"] <= 4  # the first, and the parts of the last snapshots
-    # What is never deleted: a pointer each `snapshot_every` rounds, and a seal each, of up to 100 bytes a member.
+    # Objects that are never deleted: a pointer every `snapshot_every` rounds, and a seal for each round of up to 100
+    # bytes per member.
     assert most["seal"] == ROUNDS
     assert ROUNDS // EVERY // 2 <= most["snapshot"] <= ROUNDS // EVERY + 1
     mean_bytes = 0 if sharded else 4 * SIZE // n_fragments

@@ -190,7 +190,7 @@ def _check_ends(simulation: RestartSimulation) -> None:
     }
     gone = {entry.rank for entry in since if entry.kind == "give_up"}
     for rank, number in store.newest.items():
-        end = store.ends.get((rank, number))  # none: an intent that landed when all was over
+        end = store.ends.get((rank, number))  # no outcome: the intent was stored after the run had ended
         if end is not None and end.status is ReplicaStatus.CANCELLED:
             gone |= {rank} & cancelled
     n_done = sum(end.status is ReplicaStatus.SUCCEEDED for end in store.ends.values())
