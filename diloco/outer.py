@@ -267,8 +267,8 @@ class DiLoCo:
         proof = proof_of(settings.key)
         # Calls of a failing store are tried again for as long as a round may take. After that, the other replicas give
         # up, too.
-        patience = replace(ROUND, seconds=limits.round_timeout_s)
-        patient = RetryingStore(location.store, clock=monotonic, patience=patience, copies=proof.copies, waits=waits)
+        tolerance = replace(ROUND, seconds=limits.round_timeout_s)
+        patient = RetryingStore(location.store, clock=monotonic, tolerance=tolerance, copies=proof.copies, waits=waits)
         keys = Keys(location.run_id, name, location.key_of_outcomes(key))
         me = location.identify(patient, keys, proof)
         self._name = (me.nonce, name)

@@ -1,6 +1,6 @@
 """Decides when attached state is saved.
 
-More often means that a resumed replica loses less work; the cost is limited.
+If state is saved more often, a resumed replica loses less work. The cost of saving is limited.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ def open_log(source: ModelSource) -> StoredRoundLog:
         open_log(source).agreed.n_fragments
     """
     proof = proof_of(source.key)
-    patient = RetryingStore(source.store, clock=monotonic, patience=BRIEF, copies=proof.copies)
+    patient = RetryingStore(source.store, clock=monotonic, tolerance=BRIEF, copies=proof.copies)
     log = StoredRoundLog(patient, Keys(source.run_id, source.name), proof, source.limits)
     if log.start is None:
         names = names_in(source.store, source.run_id)

@@ -75,7 +75,7 @@ class ReplicasError(Exception):
     outcome_reason: ClassVar[str] = "exception"
     """The `reason` of a replica's outcome when its entrypoint ends with this error."""
     was_waited_for = False
-    """True if a process has tried again for as long as its patience lasts, so that its call was not a mistake."""
+    """True if a process has tried again for as long as it tolerates an outage, so that its call was not a mistake."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make the error picklable, because a pool of processes pickles the errors of its tasks."""

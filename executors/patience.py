@@ -368,7 +368,7 @@ class Outage:
     """One outage, from the first failure of a thing to its next success.
 
     Args:
-        patience: the longest wait.
+        tolerance: the longest wait.
         what: the thing that fails. Default "the store".
         waits: reports the wait once a minute. None, the default: the waits of this process.
 
@@ -384,8 +384,8 @@ class Outage:
                 outage.end()
     """
 
-    def __init__(self, patience: OutageTolerance, what: str = "the store", *, waits: Waits | None = None) -> None:
-        self.patience = patience
+    def __init__(self, tolerance: OutageTolerance, what: str = "the store", *, waits: Waits | None = None) -> None:
+        self.tolerance = tolerance
         self._what = what
         self._waits = waits or globals()["waits"]
         self._since: float | None = None
@@ -406,7 +406,7 @@ class Outage:
         first = getattr(error, "failing_since", None) or now  # the store may already have tried for minutes
         self._since = first if self._since is None else self._since
         self._counts_from = first if self._counts_from is None else self._counts_from
-        limit_s = self.patience.limit_for(error)
+        limit_s = self.tolerance.limit_for(error)
         if now - self._counts_from >= limit_s:
             self._waits.end(self, is_back=False)
             error.was_waited_for = True
@@ -438,7 +438,7 @@ class Outage:
 
 def retry(
     act: Callable[[], T],
-    patience: OutageTolerance = BRIEF,
+    tolerance: OutageTolerance = BRIEF,
     what: str = "the store",
     *,
     is_last: bool = False,
@@ -453,7 +453,7 @@ def retry(
 
     Args:
         act: the function. It may be called several times.
-        patience: the longest wait. Default: 10 s.
+        tolerance: the longest wait. Default: 10 s.
         what: the thing that the process waits for, as named in reports. Default: the store.
         is_last: True: do not report the end of the wait, because the log of this process may be closed. Default False.
         sleep: called with the seconds to wait between two tries. Default: `time.sleep`.
@@ -470,7 +470,7 @@ def retry(
         except KeyNotFoundError:
             raise
         except StoreError as error:
-            outage = outage or Outage(patience, what, waits=waits)
+            outage = outage or Outage(tolerance, what, waits=waits)
             if not outage.tolerates(error):
                 raise
         else:
@@ -479,7 +479,7 @@ def retry(
             return result
         # The pause is random, so that replicas that lost the store together do not all try again at the same moment.
         sleep(longest_s * (1 + _chance()) / 2 * min(1.0, max(SCALE, 0.01)))
-        longest_s = min(LONGEST_PAUSE_S, patience.seconds / 10, 2 * longest_s)
+        longest_s = min(LONGEST_PAUSE_S, tolerance.seconds / 10, 2 * longest_s)
 
 
 def _chance() -> float:

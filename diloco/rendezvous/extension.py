@@ -174,7 +174,7 @@ def check_extension(store: Store, run_id: str, key: bytes | None, asked: Mapping
         ValueError: no DiLoCo of the run would continue. The message has the reason.
     """
     proof = proof_of(key)
-    patient = RetryingStore(store, clock=lambda: 0.0, patience=BRIEF, copies=proof.copies)
+    patient = RetryingStore(store, clock=lambda: 0.0, tolerance=BRIEF, copies=proof.copies)
     prefix = f"{run_id}/diloco/"
     names = {entry.key.removeprefix(prefix).partition("/")[0] for entry in store.list(prefix)}
     found: dict[str, StoredAgreement] = {}
@@ -257,7 +257,7 @@ def check_source(
         CorruptObjectError: the beginning of its log is damaged, or was signed with another key.
     """
     proof = proof_of(key)
-    patient = RetryingStore(store, clock=lambda: 0.0, patience=BRIEF, copies=proof.copies)
+    patient = RetryingStore(store, clock=lambda: 0.0, tolerance=BRIEF, copies=proof.copies)
     prefix = f"{run_id}/diloco/"
     names = {entry.key.removeprefix(prefix).partition("/")[0] for entry in store.list(prefix)}
     logs = [

@@ -31,7 +31,7 @@ R = TypeVar("R")
 FAILURES = 3
 """The number of calls of one kind that must have failed in a row before their error is raised.
 
-This number is needed because a round may take longer than the patience, and deletes only once: one failed deletion must
+This number is needed because a round may take longer than the tolerance, and deletes only once: one failed deletion must
 not end it.
 """
 WAITED_FOR = {
@@ -59,14 +59,14 @@ class _Misread(NamedTuple):
 
 
 class RetryingStore:
-    """Calls a store, and raises an error only if one kind of call has failed for longer than the patience.
+    """Calls a store, and raises an error only if one kind of call has failed for longer than the tolerance.
 
     Several threads may call `peek` at once.
 
     Args:
         store: the store.
         clock: returns seconds of a monotonic clock.
-        patience: the longest time for which one kind of call may fail.
+        tolerance: the longest time for which one kind of call may fail.
         waits: reports once a minute that the replica waits for the store. None: there is no report.
         copies: True: copy data that the store maps from a file, because another process may write to the file after
             the data was checked.
@@ -80,7 +80,7 @@ class RetryingStore:
         store: Store,
         *,
         clock: Callable[[], float],
-        patience: OutageTolerance = ROUND,
+        tolerance: OutageTolerance = ROUND,
         waits: Waits | None = None,
         copies: bool = False,
     ) -> None:
@@ -90,10 +90,10 @@ class RetryingStore:
         self.answer_s = 0.0
         """Seconds that the store last took to answer that a key does not exist."""
         self._clock = clock
-        self._patience = patience
+        self._tolerance = tolerance
         self._waits = waits or Waits(lambda words: None, clock)
         self._copies = copies
-        self._outages = {verb: Outage(patience, what, waits=self._waits) for verb, what in WAITED_FOR.items()}
+        self._outages = {verb: Outage(tolerance, what, waits=self._waits) for verb, what in WAITED_FOR.items()}
         """The current outage of each kind of call."""
         self._n_failed = dict.fromkeys(WAITED_FOR, 0)
         """The number of failures in a row of each kind of call."""
@@ -238,7 +238,7 @@ class RetryingStore:
     def for_thread(self) -> RetryingStore:
         """Return another `RetryingStore` for the same store, with its own counts, for use in another thread."""
         return RetryingStore(
-            self.store, clock=self._clock, patience=self._patience, waits=self._waits, copies=self._copies
+            self.store, clock=self._clock, tolerance=self._tolerance, waits=self._waits, copies=self._copies
         )
 
     def _did(self, verb: str, act: Callable[[], object]) -> bool:
@@ -253,7 +253,7 @@ class RetryingStore:
         return True
 
     def _failed(self, verb: str, error: StoreError) -> None:
-        """Record a failed call. Raise the error if calls of this kind have failed for longer than the patience."""
+        """Record a failed call. Raise the error if calls of this kind have failed for longer than the tolerance."""
         self._n_failed[verb] += 1
         if not self._outages[verb].tolerates(error) and self._n_failed[verb] >= FAILURES:
             raise error

@@ -435,7 +435,7 @@ class EntryState:
 
     @property
     def unreadable_ranks(self) -> set[int]:
-        """Ranks whose contributions exist but count as damaged for good."""
+        """The ranks whose contributions exist, but are permanently damaged."""
         return {rank for rank, tries in self.misread.items() if tries >= READ_TRIES}
 
 

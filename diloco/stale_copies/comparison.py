@@ -124,7 +124,7 @@ class StaleCopies:
         return self._n_cleared >= CLEARED or (self._n_searches >= MOST_SEARCHES and not self._n_strikes)
 
     def before_merge(self) -> None:
-        """Read the values that a merge is about to change. Another call before `after_merge` does nothing."""
+        """Read the values that a merge will change. A second call before `after_merge` does nothing."""
         if self._samples or self.is_trusted:
             return
         n = min(MOST_TENSORS, len(self.names))

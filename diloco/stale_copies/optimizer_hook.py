@@ -12,10 +12,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 
 class StepTest(Protocol):
-    """A test of one optimizer step: values are moved before the step."""
+    """A test of one optimizer step: some values of parameters are moved before the step and compared after it."""
 
     def move(self) -> None:
-        """Move the values."""
+        """Move the values that the step must keep."""
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that computes the loss at the values that were not moved, and then moves them.

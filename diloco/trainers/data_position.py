@@ -38,7 +38,7 @@ class DataPosition:
         self._length: int | None = None
 
     def state_dict(self) -> dict[str, int]:
-        """Return the current epoch and its number of batches."""
+        """Return the current epoch, and the number of its batches that were seen."""
         return {"epoch": self._epoch, "batches": self._batches}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

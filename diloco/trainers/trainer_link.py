@@ -238,7 +238,7 @@ def step_of_begin(place: RunLocation, options: Mapping[str, Any], *, waits: bool
     Example:
         step_of_begin(location_of({}), {}, waits=False)
     """
-    store = RetryingStore(place.store, clock=monotonic, patience=ROUND, waits=waits_of_process)
+    store = RetryingStore(place.store, clock=monotonic, tolerance=ROUND, waits=waits_of_process)
     keys, proof = Keys(place.run_id, options.get("name", "main")), proof_of(place.key_of_run(options.get("key")))
     key, tries, pauses = keys.snapshot(0), 0, backoff(random.Random())
     until = monotonic() + (options.get("round_timeout_s", Limits().round_timeout_s) if waits else 0.0)
@@ -293,7 +293,7 @@ def totals_of(place: RunLocation) -> Sequence[int]:
 
 
 def first_total(planned: int | None, place: RunLocation, options: Mapping[str, Any]) -> tuple[int | None, bool]:
-    """Return the total with which the run began, if the trainer plans the steps that the run was extended to.
+    """Return the run's first total, also if the trainer plans the larger total of an extension.
 
     All replicas agree on the first total, and DiLoCo adds the extensions itself.
 
@@ -311,7 +311,7 @@ def first_total(planned: int | None, place: RunLocation, options: Mapping[str, A
     totals = totals_of(place)
     if planned is None or not totals or planned != totals[-1]:
         return planned, False
-    store = RetryingStore(place.store, clock=monotonic, patience=ROUND, waits=waits_of_process)
+    store = RetryingStore(place.store, clock=monotonic, tolerance=ROUND, waits=waits_of_process)
     keys = Keys(place.run_id, options.get("name", "main"))
     first = total_of_start(store, keys, place.key_of_run(options.get("key")))
     return (planned, False) if first is None else (first, True)

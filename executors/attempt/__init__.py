@@ -299,7 +299,7 @@ class Attempt:
         return newest, handle
 
     @property
-    def place(self) -> str:
+    def full_name(self) -> str:
         """A text that identifies this attempt among all attempts of all runs. It contains the url of the store."""
         return f"{self.store.url} {self.key('')}"
 
@@ -577,7 +577,7 @@ class Attempt:
         """
         return Outcome(self.rank, self.number, status, reason, **more)
 
-    def record(self, outcome: Outcome, *, patience: OutageTolerance | None = None) -> Outcome:
+    def record(self, outcome: Outcome, *, tolerance: OutageTolerance | None = None) -> Outcome:
         """Write the outcome of the attempt, and return the outcome that counts, which is the first one.
 
         If the attempt has a cancel marker, its outcome becomes `cancelled`, whatever ended it. Nothing is written if
@@ -586,14 +586,14 @@ class Attempt:
 
         Args:
             outcome: the outcome.
-            patience: how long to try while the store fails. None, the default: one try.
+            tolerance: how long to try while the store fails. None, the default: one try.
 
         Raises:
             UnwritableStoreError: the store is read-only or full. The error has the outcome in `outcome`.
             StoreError: the store does not answer.
         """
-        if patience is not None:
-            return retry(lambda: self.record(outcome), patience)
+        if tolerance is not None:
+            return retry(lambda: self.record(outcome), tolerance)
         marker = self.find(CANCEL, CancelMarker.parse)
         if marker is not None:
             reported = None if outcome.reason == "signal" else outcome.error  # the cancel itself sent the signal

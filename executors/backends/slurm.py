@@ -273,7 +273,7 @@ class SlurmJobs(JobService):
     def _request(self, jobs: Sequence[JobSpec]) -> list[str]:
         job, tasks = jobs[0], commands.ranges(sorted(_task(job.key) for job in jobs))
         log, limit_s = self._log_of(job.key), self._granted.get((job.gpu, job.limit_s), job.limit_s)
-        folder = f"{log.parents[1].name[:-DIGITS]}%{DIGITS}a"  # Slurm makes the rank of it, as `_log_of` writes it
+        folder = f"{log.parents[1].name[:-DIGITS]}%{DIGITS}a"  # Slurm puts the task id in place of `%3a`
         output = f"{str(log.parents[2]).replace('%', '%%')}/{folder}/{log.parent.name}/{log.name}"
         return [
             *("sbatch", "--parsable", *self._sizes(job.gpu, limit_s), f"--job-name={_array_name(job.key)}"),

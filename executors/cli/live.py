@@ -152,8 +152,8 @@ def watch(
         tee: the ranks whose output is shown as well.
 
     Raises:
-        StoreError: the store could not be read for as long as `run.patience`.
-        BackendError: the backend did not answer for as long as `run.patience`, or refused the first request.
+        StoreError: the store could not be read for as long as `manager.tolerance`.
+        BackendError: the backend did not answer for as long as `manager.tolerance`, or refused the first request.
         EndedWithoutStore: the run was cancelled, and its store does not answer.
         KeyboardInterrupt: Ctrl-C, if `interrupts` is None.
 
@@ -318,8 +318,8 @@ def follow(
         waits: records waits for the store or the backend, which the view shows.
 
     Raises:
-        StoreError: the store could not be read for as long as `run.patience`.
-        BackendError: the backend did not answer for as long as `run.patience`, or refused the first request.
+        StoreError: the store could not be read for as long as `manager.tolerance`.
+        BackendError: the backend did not answer for as long as `manager.tolerance`, or refused the first request.
 
     Example:
         follow(run, PlainView(Output(), run), timeout_s=60.0)
@@ -330,7 +330,7 @@ def follow(
     def has_ended() -> bool:
         status = run.status()
         # read again, because the restart took time and other replicas may have ended
-        while manager.keep(status.replicas):
+        while manager.advance(status.replicas):
             status = run.status()
         view.update(status)
         if status.failed_early and (line := manager.end_early(status, "--fail-fast")):
@@ -338,7 +338,7 @@ def follow(
         return status.is_terminal
 
     end = math.inf if timeout_s is None else clock() + timeout_s
-    tolerance = ReadTolerance(lambda: manager.patience, waits)
+    tolerance = ReadTolerance(lambda: manager.tolerance, waits)
     is_over, between = tolerance.tolerant(has_ended), manager.view.reader.pauses()
     with waits.reporting_to(lambda words: view.print_line(f"{words[:1].upper()}{words[1:]}", "yellow")):
         try:

@@ -38,7 +38,7 @@ DEFAULT_OUTER = (0.7, 0.9)
 
 The printed call has no `total_steps`. So it must name values that are the default only for short plans.
 """
-STEPS_SHOWN = 1000  # the number of steps for the sums if --steps is not given
+STEPS_SHOWN = 1000  # the steps of the run for the estimates of time and cost, if --steps is not given
 
 PARAMS = "The number of trained parameters, as in 1.3e9, 100M or 7B."
 STEP = "Duration of one inner step, as in 0.9, 900ms or 2m."

@@ -102,7 +102,7 @@ def watch(
     if needs_lease:
         lease = LeaseHolder(view.store, found.run_id, yields=True)
         lease.start()
-    controller = manager_of(found).keep_here(start_specs, lease, lambda words: output.print(words, "yellow"), log=log)
+    controller = manager_of(found).restart_here(start_specs, lease, lambda words: output.print(words, "yellow"), log=log)
     if once:
         now = _make_one_pass(found, controller, output)
         if as_json:
@@ -223,7 +223,7 @@ def _make_one_pass(run: Run, controller: ExternalController, output: Output) -> 
     while True:
         now = run.status()
         view.update(now)
-        wait_s = controller.keep(now.replicas)
+        wait_s = controller.advance(now.replicas)
         is_over = wait_s is None or time.monotonic() - began > LONGEST_S
         if is_over and not controller.starter.is_busy:
             break

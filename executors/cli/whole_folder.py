@@ -88,7 +88,7 @@ def _machine() -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete the temporary folders of processes of this machine that have ended. Other machines may share the disk."""
+    """Delete temporary folders whose process was on this machine and has ended. Other machines may share the disk."""
     with contextlib.suppress(OSError):
         for path in folder.glob(f"{PREFIX}*"):
             found = SCRATCH.fullmatch(path.name)

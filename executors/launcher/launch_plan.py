@@ -126,7 +126,7 @@ class LaunchPlan:
         # Not the record that the store has by now: another process may have changed that one.
         view_of(run).record = RunRecord.parse(to_bytes(new.record))
         if not settings.detach and placements.knows_attempts:
-            manager_of(run).keep_here([start.with_settings(spares=0)], started.lease)
+            manager_of(run).restart_here([start.with_settings(spares=0)], started.lease)
         return run
 
     def usd_per_hour(self) -> float | None:

@@ -119,7 +119,7 @@ def remember(
     note = Note(rendezvous, task_digest, as_noted(executor_options or {}), more, tuple(secrets))
     key = f"{run_id}/{NOTE}"
     store.put(key, to_bytes(asdict(note)))
-    with contextlib.suppress(OSError):  # a file system without modes
+    with contextlib.suppress(OSError):  # the file system has no permissions
         (state_dir() / key).chmod(0o600)
     # The user must find a run that costs money also after a power cut.
     for path in (state_dir() / key, state_dir() / run_id, state_dir()):

@@ -35,7 +35,7 @@ class RestartSession:
         begin: begins an attempt of one of the ranks. The attempt may wait until another process may run.
         cancelled: records that an attempt was cancelled, with the reason, and calls `note_end` with the outcome.
         look_s: the seconds between two reads of the log while an attempt waits for its start.
-        patience: returns how long to wait for a store that fails if the supervisor has nothing else to do.
+        tolerance: returns how long to wait for a store that fails if the supervisor has nothing else to do.
         waits: prints what the process waits for.
     """
 
@@ -48,7 +48,7 @@ class RestartSession:
         begin: Callable[[Attempt], None],
         cancelled: Callable[[Attempt, str], None],
         look_s: float,
-        patience: Callable[[], OutageTolerance],
+        tolerance: Callable[[], OutageTolerance],
         waits: Waits,
     ) -> None:
         self._spec = spec
@@ -65,7 +65,7 @@ class RestartSession:
         self._has_progress = False
         self._keep_at = NEVER
         self._read_log_at = time.monotonic() + READ_LOG_S
-        self._patience = patience
+        self._tolerance = tolerance
         self._outage = Outage(BRIEF, "the log of decisions", waits=waits)
         self._is_closed = self._only_reads_orders = False
 
@@ -156,7 +156,7 @@ class RestartSession:
         Args:
             has_progress: whether a rank of this supervisor has reported progress.
             is_busy: whether the supervisor has other work. Only without other work, the wait for a store that fails is
-                limited by `patience`.
+                limited by `tolerance`.
 
         Returns: True if the whole log was read and acted on.
         """
@@ -174,12 +174,12 @@ class RestartSession:
             wait_s = None if snapshot is None else self._controller.advance_as_read(snapshot)
             self._n_read = len(self._log.entries)
             self._outage.end()
-        except CorruptObjectError:  # no process can decide by a damaged log, and reading it again does not repair it
+        except CorruptObjectError:  # no process can decide with a damaged log, and it stays damaged
             return False
         except StoreError as error:
             if is_busy:  # the wait for the store counts only while the supervisor has no other work
                 self._outage.restart()
-            self._outage.patience = self._patience()
+            self._outage.tolerance = self._tolerance()
             if self._outage.tolerates(error):
                 self._keep_at = time.monotonic() + PAUSE_S
             return False

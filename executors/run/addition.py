@@ -44,7 +44,7 @@ from executors.task.removal_record import check_not_removed
 from executors.task.stored import StoredTask
 from executors.view.run_view import RunView
 
-NOBODY = 10**6  # a rank that no run has: orders that block this rank block all ranks
+NO_RANK = 10**6  # a rank that no run has: orders that block this rank block all ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +239,7 @@ def _check_bar(run: RunView, key: str | None) -> tuple[int, bool]:
         LaunchError: new ranks are blocked and the run was not resumed since, because it is ending.
     """
     entries = DecisionLog(run.store, run.run_id, key=key).read()
-    order = blocking_order(entries, NOBODY)
+    order = blocking_order(entries, NO_RANK)
     if order is not None and not any(entry.kind == "resume" for entry in entries[list(entries).index(order) :]):
         raise _ended_meanwhile(run)
     return len(entries), order is not None

@@ -30,7 +30,7 @@ from executors.view.run_state_reader import RunStateReader
 class ExternalController:
     """Decides what follows each ended attempt of a run.
 
-    The caller reads the run's state, and then calls `keep` for one pass.
+    The caller reads the run's state, and then calls `advance` for one pass.
 
     Args:
         log: the log of decisions of the run.
@@ -71,7 +71,7 @@ class ExternalController:
         """The restart policy, as of the last read of the log."""
         return self._controller.policy
 
-    def keep(self, states: Sequence[ReplicaState]) -> float | None:
+    def advance(self, states: Sequence[ReplicaState]) -> float | None:
         """Make the decisions that are due now.
 
         Return the seconds until the next call is due, or None if none is due. The same error is reported once.

@@ -219,7 +219,7 @@ def resume(
             print(f"replicas: {by_others}", file=sys.stderr)
     found = Run(view.store, view.run_id, executor=placements)
     if not detach:
-        manager_of(found).keep_here(start_specs, started.lease)
+        manager_of(found).restart_here(start_specs, started.lease)
     return found
 
 
@@ -343,7 +343,7 @@ def _begin_from_snapshot(
     )
     begun = Run(run.store, spec.run_id, executor=placements)
     if not spec.settings.detach:
-        manager_of(begun).keep_here([start_spec], started.lease)
+        manager_of(begun).restart_here([start_spec], started.lease)
     return begun
 
 

@@ -508,6 +508,6 @@ def manager_of(run: Run) -> RunManager:
         run: the run.
 
     Example:
-        manager_of(attach("first-try")).patience
+        manager_of(attach("first-try")).tolerance
     """
     return run._manager

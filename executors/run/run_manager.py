@@ -38,7 +38,7 @@ class RunManager:
         is_launcher: True if this process launched the run.
 
     Example:
-        manager_of(attach("first-try")).patience
+        manager_of(attach("first-try")).tolerance
     """
 
     at_exit: Callable[[], None] | None = None
@@ -63,7 +63,7 @@ class RunManager:
 
         Raises:
             ValueError: the run does not have `n` replicas.
-            StoreError: the store did not answer for longer than `patience`.
+            StoreError: the store did not answer for longer than `tolerance`.
         """
         view = self.view
         if n is not None and not 1 <= n <= len(view.ranks):
@@ -190,7 +190,7 @@ class RunManager:
         ranks = list(added.start_spec.ranks)
         try:
             if not added.start_spec.spec.settings.detach:
-                self.keep_here([added.start_spec], added.lease)
+                self.restart_here([added.start_spec], added.lease)
             with contextlib.suppress(StoreError):  # the last list that this process read does not have the new ranks
                 within(UPDATE_S, self.view.reader.records.update, self.view.store.url)
         except KeyboardInterrupt:  # the caller would not learn these ranks, and could not end them
@@ -198,7 +198,7 @@ class RunManager:
             raise
         return ranks
 
-    def keep_here(
+    def restart_here(
         self,
         start_specs: Sequence[StartSpec],
         lease: LeaseHolder | None,
@@ -238,13 +238,13 @@ class RunManager:
         return any(lease.is_released for lease in self._leases)
 
     @property
-    def patience(self) -> OutageTolerance:
+    def tolerance(self) -> OutageTolerance:
         """The longest wait of this process for the run's store. A process that renews leases waits longest."""
         if self._leases:  # it is responsible for paid jobs
             return PAID_CONTROLLER
         return CONTROLLER if self._controller is not None or self._is_launcher else FOLLOWER
 
-    def keep(self, states: Sequence[ReplicaState]) -> bool:
+    def advance(self, states: Sequence[ReplicaState]) -> bool:
         """Decide on restarts for the ends among these states, if this process is responsible for restarts.
 
         Args:
@@ -255,7 +255,7 @@ class RunManager:
         if self._controller is None:
             return False
         n_known = len(self._controller.log.entries)
-        self._controller.keep(states)
+        self._controller.advance(states)
         return len(self._controller.log.entries) > n_known
 
     @cached_property
@@ -265,7 +265,7 @@ class RunManager:
 
     @cached_property
     def _waiter(self) -> Waiter:
-        return Waiter(self.view.reader, self.cancel, self.keep, lambda: self.patience)
+        return Waiter(self.view.reader, self.cancel, self.advance, lambda: self.tolerance)
 
     @cached_property
     def _display(self) -> Display:

@@ -26,7 +26,7 @@ class ReadTolerance:
     """Lets a wait continue when a look at the run fails, until the outage tolerance of this process is used up.
 
     Args:
-        patience: returns the current tolerance. It changes if the process begins to renew leases.
+        tolerance: returns the current tolerance. It changes if the process begins to renew leases.
         waits: reports once a minute that this process waits for the store or backend. None: the waits of this process.
 
     Example:
@@ -34,8 +34,8 @@ class ReadTolerance:
         is_over = tolerance.tolerant(lambda: run.status().is_terminal)
     """
 
-    def __init__(self, patience: Callable[[], OutageTolerance], waits: Waits | None = None) -> None:
-        self._patience = patience
+    def __init__(self, tolerance: Callable[[], OutageTolerance], waits: Waits | None = None) -> None:
+        self._tolerance = tolerance
         self._clock = (waits or process_waits).clock
         self._has_seen = False
         self._outages = {what: Outage(FOLLOWER, f"the {what}", waits=waits) for what in ("rendezvous", "backend")}
@@ -85,7 +85,7 @@ class ReadTolerance:
         what = "rendezvous" if isinstance(error, StoreError) else "backend"
         if not self._has_seen and (what == "backend" or isinstance(error, CorruptObjectError)):
             raise error  # a missing SDK, a missing account or damaged records: waiting does not help
-        self._outages[what].patience = self._patience()
+        self._outages[what].tolerance = self._tolerance()
         if not self._outages[what].tolerates(error):
             raise error
         self._failed_at = self._looked_at = self._clock()
@@ -97,24 +97,24 @@ class Waiter:
     Args:
         reader: reads the state of the run.
         cancel: ends all replicas that still run.
-        keep: called with the states after each look. It restarts replicas, and returns True if another look is due.
-        patience: returns the current tolerance for a store or a backend that fails.
+        advance: called with the states after each look. It restarts replicas, and returns True if another look is due.
+        tolerance: returns the current tolerance for a store or a backend that fails.
     """
 
     def __init__(
         self,
         reader: RunStateReader,
         cancel: Callable[[], None],
-        keep: Callable[[Sequence[ReplicaState]], bool],
-        patience: Callable[[], OutageTolerance] = lambda: FOLLOWER,
+        advance: Callable[[Sequence[ReplicaState]], bool],
+        tolerance: Callable[[], OutageTolerance] = lambda: FOLLOWER,
     ) -> None:
         self._reader = reader
         self._records = reader.records
         self._cancel = cancel
-        self._keep = keep
+        self._advance = advance
         self._watches_for_failures = True
         self._failing_since: float | None = None
-        self._tolerance = ReadTolerance(patience)
+        self._tolerance = ReadTolerance(tolerance)
 
     def wait(self, n: int | None, timeout_s: float | None, view: View | None) -> bool:
         """Wait until replicas have ended. Return False if the timeout ended the wait.
@@ -202,7 +202,7 @@ class Waiter:
         """Look at the run once, show it, and return the ended replicas."""
         reader = self._reader
         states = reader.look()
-        while self._keep(states):  # after new decisions, another look may find more ends
+        while self._advance(states):  # after new decisions, another look may find more ends
             states = reader.look()
         has_failed = self._watches_for_failures and any(state.status is ReplicaStatus.FAILED for state in states)
         if view is not None or has_failed:

@@ -89,7 +89,7 @@ class ContainerSupervisor(Supervisor):
         """The exit code of the rank's last process, as a shell reports it."""
 
     @property
-    def _patience(self) -> OutageTolerance:
+    def _tolerance(self) -> OutageTolerance:
         """The longest wait for a failing store when the supervisor has no other work.
 
         The container costs money meanwhile.

@@ -88,7 +88,7 @@ class OutcomeWriter:
 
     Args:
         recorded: is called for each end that was recorded, with the outcome that counts.
-        patience: returns how long to wait for a store that fails if there is nothing else to do.
+        tolerance: returns how long to wait for a store that fails if there is nothing else to do.
         clock: returns the seconds of a monotonic clock. Default: the system's clock.
         waits: prints what the process waits for. None: nothing is printed.
     """
@@ -96,12 +96,12 @@ class OutcomeWriter:
     def __init__(
         self,
         recorded: Callable[[Attempt, Outcome], None],
-        patience: Callable[[], OutageTolerance],
+        tolerance: Callable[[], OutageTolerance],
         clock: Callable[[], float] = time.monotonic,
         waits: Waits | None = None,
     ) -> None:
         self._recorded = recorded
-        self._patience = patience
+        self._tolerance = tolerance
         self._clock = clock
         self._waits = waits or Waits(lambda words: None, clock)
         self._late: dict[tuple[int, int], tuple[Attempt, Outcome]] = {}
@@ -170,7 +170,7 @@ class OutcomeWriter:
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = now
-        limit_s = self._patience().limit_for(self._failure)
+        limit_s = self._tolerance().limit_for(self._failure)
         is_pending = bool(self._late) and (self._idle_since is None or now - self._idle_since < limit_s)
         if not is_pending:
             self._waits.end(self, is_back=not self._late)

@@ -117,7 +117,7 @@ class Spare:
             print(f"replicas: spare {self._me.rank} ends: {why}", flush=True)
         try:
             if not run_was_deleted(self._store, self._spec.run_id):
-                self._me.record(outcome, patience=BRIEF)
+                self._me.record(outcome, tolerance=BRIEF)
         except StoreError as error:
             print(f"replicas: the spare leaves no outcome: {error}", file=sys.stderr, flush=True)
         return self.taken

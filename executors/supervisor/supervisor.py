@@ -89,10 +89,10 @@ class Supervisor:
             self._begin_next,
             self._cancelled,
             self._cancel_poller.every_s,
-            lambda: self._patience,
+            lambda: self._tolerance,
             self._waits,
         )
-        self._outcomes = OutcomeWriter(self._note_end, lambda: self._patience, waits=self._waits)
+        self._outcomes = OutcomeWriter(self._note_end, lambda: self._tolerance, waits=self._waits)
         self._asked = [Attempt(store, spec.run_id, rank, spec.attempt) for rank in spec.ranks]
         self._waiting: deque[Attempt] = deque()
         self._running: dict[int, RunningAttempt] = {}
@@ -197,7 +197,7 @@ class Supervisor:
         return self._outcomes.is_pending(is_busy=has_more) or has_more
 
     @property
-    def _patience(self) -> OutageTolerance:
+    def _tolerance(self) -> OutageTolerance:
         """The longest wait for a failing store when there is no other work.
 
         After a failed start, a launcher waits for the supervisor.
@@ -247,7 +247,7 @@ class Supervisor:
                 self._session.leave(rank)
                 return
         except OSError as error:
-            if error.errno in FULL:  # the disk of this machine's logs is full; waiting for room costs no restart
+            if error.errno in FULL:  # the disk with the logs is full; a wait, unlike a failed start, uses up no restart
                 self._waits.note(rank, f"room on the disk, to start rank {rank} again", time.monotonic(), 0.0, error)
                 self._session.retry_soon()
                 return

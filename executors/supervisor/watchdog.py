@@ -256,7 +256,7 @@ class Watchdog:
         return min(limits, key=lambda limit: limit.since + limit.soft_s, default=None)
 
     def _limits(self) -> Iterator[Limit]:
-        """Yield the limits that count now, as in the table of ADR 0043, the most special state first."""
+        """Yield the limits that count now, in the order of the table of ADR 0043: limits of special states first."""
         page, limits, least = self._page, self.limits, self._defaults
         ends = self.ends or limits.are_explicit
         if page.unwatched or (limits.is_off and (limits.start_s is None or page.progress_marks)):

@@ -87,18 +87,18 @@ class StoredTask:
             )
         return self.record.launched_with
 
-    def read(self, name: str, digest: str | None, patience: OutageTolerance = BRIEF) -> memoryview:
+    def read(self, name: str, digest: str | None, tolerance: OutageTolerance = BRIEF) -> memoryview:
         """Read one of the task's objects, which must have the given sha256.
 
         Args:
             name: the name of the object in the task's folder.
             digest: its sha256. None: the object is not checked.
-            patience: how long to wait for a store that fails. Default: 10 s.
+            tolerance: how long to wait for a store that fails. Default: 10 s.
 
         Raises:
             StoreError: the object is not the one that was launched, or the store does not answer.
         """
-        return _get_checked(self.store, f"{self.run_id}/{self.folder}/{name}", digest, patience)
+        return _get_checked(self.store, f"{self.run_id}/{self.folder}/{name}", digest, tolerance)
 
     def prepare(self) -> None:
         """Compile the entrypoint's file, if it has one, for this process and the processes that it forks."""
@@ -141,7 +141,7 @@ class StoredTask:
 
 
 def read_task(
-    store: Store, run_id: str, digest: str | None = None, folder: str = "task", patience: OutageTolerance = BRIEF
+    store: Store, run_id: str, digest: str | None = None, folder: str = "task", tolerance: OutageTolerance = BRIEF
 ) -> StoredTask:
     """Read a run's task, and check that it is the one that was launched.
 
@@ -151,13 +151,13 @@ def read_task(
         digest: the sha256 of task.json that came with the launch. None, the default: the launch could not pass one on,
             and the task is not checked.
         folder: the folder of the task, below the run. Default: the folder of the launch.
-        patience: how long to wait for a store that fails. Default: 10 s.
+        tolerance: how long to wait for a store that fails. Default: 10 s.
 
     Raises:
         StoreError: the task in the store is not the one that was launched, or the store does not answer.
     """
     key = f"{run_id}/{folder}/task.json"
-    data = _get_checked(store, key, digest, patience)
+    data = _get_checked(store, key, digest, tolerance)
     record = TaskRecord.parse(data, key, store.url)
     return StoredTask(store, run_id, record, hashlib.sha256(data).hexdigest(), folder)
 
@@ -171,10 +171,10 @@ def task_folder_of(own_task: str) -> str:
     return f"task-{own_task[:16]}"
 
 
-def _get_checked(store: Store, key: str, digest: str | None, patience: OutageTolerance) -> memoryview:
+def _get_checked(store: Store, key: str, digest: str | None, tolerance: OutageTolerance) -> memoryview:
     """Read an object, and check its digest. After an error or a wrong digest, try again."""
     for _ in range(READ_TRIES):
-        data = retry(lambda: get_at_most(store, key, MAX_TASK_BYTES), patience, "the task of this run")
+        data = retry(lambda: get_at_most(store, key, MAX_TASK_BYTES), tolerance, "the task of this run")
         found = hashlib.sha256(data).hexdigest()
         if digest in (None, found):
             return data

@@ -54,7 +54,7 @@ class Installations:
         if boot is None:
             return state
         now, wall_now = self._clock(), self._wall_clock()
-        seen_s = now - self._seen.setdefault(attempt.place, now)
+        seen_s = now - self._seen.setdefault(attempt.full_name, now)
         # The container's clock may be wrong. So the duration is at least the time that this process has watched, and at
         # most the time since the launch.
         for_s = max(seen_s, min(wall_now - boot.at, wall_now - launched_at))

@@ -137,7 +137,7 @@ class Kill(Strike):
         if not 0.01 <= self.every < math.inf:
             raise ValueError(f"every is a number of seconds, at least 0.01, got every={self.every}.")
         if self != Kill(every=self.every, rank=self.rank):
-            raise ValueError("every= can only be combined with rank=, because it kills at no store call.")
+            raise ValueError("every= can only be combined with rank=, because it kills by the clock.")
         return store
 
     def act(self, line: str) -> None:

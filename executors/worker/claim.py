@@ -71,7 +71,7 @@ def _new_claim() -> tuple[str, bytes]:
 
 def _end_before_start(attempt: Attempt) -> NoReturn:
     cancelled = attempt.new_outcome(ReplicaStatus.CANCELLED, "cancelled", pid=os.getpid(), started_at=time.time())
-    attempt.record(cancelled, patience=START)
+    attempt.record(cancelled, tolerance=START)
     raise CancelledBeforeStart(f"Attempt {attempt.number} of rank {attempt.rank} was cancelled before it started.")
 
 

@@ -38,7 +38,7 @@ class Heartbeat:
     Args:
         replica: the replica.
         supervisor_pid: the supervisor. If it ends, this thread ends the replica. None, the default: there is none.
-        grace_s: seconds between SIGTERM and SIGKILL for that. Default 5.
+        grace_s: seconds between SIGTERM and SIGKILL if this thread ends the replica. Default 5.
         log: the output whose end is copied every minute. None, the default: nothing is copied.
     """
 

@@ -152,7 +152,7 @@ def call_replica(run: str, digest: str | None = None) -> Any:
     with collect_warnings(worker.warnings):
         try:
             outcome = worker.succeeded(
-                _call_entrypoint(worker.load(read_task(worker.attempt.store, run_id, digest, patience=START)))
+                _call_entrypoint(worker.load(read_task(worker.attempt.store, run_id, digest, tolerance=START)))
             )
             error: BaseException | None = None
         except BaseException as raised:
@@ -166,7 +166,7 @@ def call_replica(run: str, digest: str | None = None) -> Any:
     if error is not None:
         try:
             # Only briefly, because the caller waits for the error.
-            worker.attempt.record(worker.with_warnings(outcome), patience=BRIEF)
+            worker.attempt.record(worker.with_warnings(outcome), tolerance=BRIEF)
         except StoreError as failure:  # the user's own error matters more, so that one is raised below
             _print(f"replicas: rank {rank}: its outcome cannot be recorded: {failure}\n")
         raise error

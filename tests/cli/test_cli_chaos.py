@@ -69,7 +69,7 @@ REFUSED = {
     "kill:rank": "'rank' needs one value",
     "kill:rank=1,at=bye,round=3": "at=bye has no rounds, got round=3. Remove round=.",
     "kill:every=0.001": "every is a number of seconds, at least 0.01, got every=0.001.",
-    "kill:every=5,round=3": "every= can only be combined with rank=, because it kills at no store call.",
+    "kill:every=5,round=3": "every= can only be combined with rank=, because it kills by the clock.",
     "kill:every=5,rank=2": "the run has the ranks 0 to 1, got rank=2.",
     "hang:how=gil": "a rank is missing. Give one",
     "hang:rank=1,how=gill": "No way to hang 'gill'. Did you mean 'gil'? Known: gil, lock, loop, spin, stop.",

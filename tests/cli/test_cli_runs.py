@@ -92,7 +92,7 @@ def test_status_shows_what_each_rank_reported_and_why_it_failed(here: HereInstea
 
 def test_status_counts_the_ranks_that_joined_a_run(here: HereInstead, local: LocalProcessExecutor) -> None:
     with hanging(local, 2, "open-to-all") as run:
-        store = RetryingStore(view_of(run).store, clock=time.monotonic, patience=lasting(0.0))
+        store = RetryingStore(view_of(run).store, clock=time.monotonic, tolerance=lasting(0.0))
         keys = Keys(run.run_id, "main")
         ranks = [claim(store, keys, None, 2, nonce, lambda: None).rank for nonce in ("one", "another")]
         assert ranks == [2, 3]

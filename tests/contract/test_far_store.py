@@ -118,7 +118,7 @@ def test_an_object_exists_when_its_last_byte_has_passed() -> None:
 def test_a_streamed_write_is_sent_while_its_content_is_computed(tmp_path: Path, making_s: float, done_s: float) -> None:
     world = World(0, Faults())
     store = FarStreamingStore(FileStore(tmp_path), LATENCY_S, MB, clock=world.clock, sleep=world.sleep)
-    assert RetryingStore(store, clock=world.clock, patience=lasting(1)).streams
+    assert RetryingStore(store, clock=world.clock, tolerance=lasting(1)).streams
     assert not is_local_store(store)
     ended_s = []
 

@@ -162,7 +162,7 @@ def test_a_supervisor_whose_job_the_service_cannot_look_for_now_counts_as_one_th
     end = attempt.record(attempt.new_outcome(ReplicaStatus.FAILED, "exception"))
     view_of(run).store.delete(attempt.key("handle.json"))
     other = attached()
-    controller = manager_of(other).keep_here(
+    controller = manager_of(other).restart_here(
         start_specs_of(view_of(other), trusted_task(view_of(other)), detach=True), None
     )
     machines.fail("find", "unavailable", times=None)

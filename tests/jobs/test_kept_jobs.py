@@ -194,7 +194,7 @@ def test_a_detached_run_waits_for_the_process_that_keeps_it(machines: Machines, 
     assert not run.wait(2)
     assert log_of(run) == []
     controller = attached()
-    manager_of(controller).keep_here(
+    manager_of(controller).restart_here(
         start_specs_of(view_of(controller), trusted_task(view_of(controller)), detach=True), None
     )
     with waiting(controller):
@@ -218,7 +218,7 @@ def test_a_handle_that_names_the_job_of_another_rank_keeps_no_other_from_its_res
     handle["metadata"]["job"] = view_of(run).reader.handles.of(2).metadata["job"]
     view_of(run).store.put(key, to_bytes(handle))
     controller, told = attached(), list[str]()
-    manager_of(controller).keep_here(
+    manager_of(controller).restart_here(
         start_specs_of(view_of(controller), trusted_task(view_of(controller)), detach=True), None, told.append
     )
     with waiting(controller):
@@ -441,7 +441,7 @@ def test_a_start_whose_controller_died_before_the_service_heard_of_it_is_given_u
     begun = {"nonce": "n", "by": "a laptop", "at": begun_at, "takes_s": START_LIMIT_S}
     view_of(run).store.put(next_one.key("intent.json"), to_bytes(begun))
     controller = attached()
-    manager_of(controller).keep_here(
+    manager_of(controller).restart_here(
         start_specs_of(view_of(controller), trusted_task(view_of(controller)), detach=True), None
     )
     with waiting(controller):

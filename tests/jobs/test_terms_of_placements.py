@@ -148,10 +148,10 @@ def test_no_controller_continues_with_an_addition_that_failed(machines: Machines
         run.add(AnyFakeExecutor(), 1)
     machines.forgive()
     controller = attach("otter")
-    manager_of(controller).keep_here(
+    manager_of(controller).restart_here(
         start_specs_of(view_of(controller), trusted_task(view_of(controller)), detach=True), None
     )
-    manager_of(controller).keep(controller.status().replicas)
+    manager_of(controller).advance(controller.status().replicas)
     log = DecisionLog(view_of(run).store, "otter").read()
     assert [(entry.kind, entry.rank) for entry in log] == [("cancel", 1)]
     (folder / "go").touch()

@@ -160,7 +160,7 @@ class Simulation(Invariants):
 
     def _train(self, process: Process, checkpoint: RestoredWork | None) -> None:
         world, scenario, state = self.world, self.scenario, process.state
-        store = RetryingStore(self.store, clock=world.clock, patience=ENDLESS)
+        store = RetryingStore(self.store, clock=world.clock, tolerance=ENDLESS)
         nonce = f"nonce{process.slot}"
         me = claim(store, self.keys, process.rank, scenario.world_size, nonce, lambda: world.sleep(0.1))
         process.me = me

@@ -33,7 +33,7 @@ KEYS = Keys("run", "main")
 
 
 def retrying_store(store: Any) -> RetryingStore:
-    return RetryingStore(store, clock=lambda: 0.0, patience=ENDLESS)
+    return RetryingStore(store, clock=lambda: 0.0, tolerance=ENDLESS)
 
 
 # -- turns and claims --------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ KEPT = (KEYS.claim(0, 0), KEYS.snapshot(0), KEYS.seal(5))
 
 
 def watching(store: Store, now: list[float]) -> Membership:
-    patient = RetryingStore(store, clock=lambda: now[0], patience=ENDLESS)
+    patient = RetryingStore(store, clock=lambda: now[0], tolerance=ENDLESS)
     members = Membership(patient, KEYS, Identity(0, 2, 0, "me"), lambda: now[0])
     members.read_seal = KEYS.seal(5)
     for key in KEPT:

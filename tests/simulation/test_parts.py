@@ -46,7 +46,7 @@ HEAD = Contribution(3, 1, "nonce", 2.5, "a" * 32, 40, ("b" * 32, "c" * 32), (1.5
 
 
 def retrying_store(store: Any) -> RetryingStore:
-    return RetryingStore(store, clock=lambda: 0.0, patience=ENDLESS)
+    return RetryingStore(store, clock=lambda: 0.0, tolerance=ENDLESS)
 
 
 # -- records -----------------------------------------------------------------------------------------------------------

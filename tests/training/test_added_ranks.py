@@ -28,7 +28,7 @@ KEYS = Keys("test", "main")
 
 
 def patient(store: MemoryStore) -> RetryingStore:
-    return RetryingStore(store, clock=lambda: 0.0, patience=ENDLESS)
+    return RetryingStore(store, clock=lambda: 0.0, tolerance=ENDLESS)
 
 
 def add(store: MemoryStore, number: int, *ranks: int) -> None:

@@ -81,7 +81,7 @@ class Unfolding(State):
 
 
 def attached(store: MemoryStore, attempt: int) -> AttachedState:
-    patient = RetryingStore(store, clock=monotonic, patience=lasting(15.0))
+    patient = RetryingStore(store, clock=monotonic, tolerance=lasting(15.0))
     return AttachedState(patient, KEYS, Identity(0, 1, attempt, "n"), lambda job: job(), RoundPlan(), UNSIGNED)
 
 
@@ -189,7 +189,7 @@ def test_a_claim_that_cannot_be_read_is_another_users(data: bytes, caplog: pytes
     for rank, found in ((None, (5, 0)), (4, (4, 1))):
         store = MemoryStore()
         store.put(KEYS.claim(4, 0), data)
-        patient = RetryingStore(store, clock=monotonic, patience=lasting(15.0))
+        patient = RetryingStore(store, clock=monotonic, tolerance=lasting(15.0))
         me = claim(patient, KEYS, rank, 4, "mine", pause)
         assert (me.rank, me.attempt) == found
     assert "replicas/0004/0/started.json in memory:// cannot be read as a claim" in caplog.text

@@ -283,10 +283,10 @@ class JobExecutor(Backend):
             outcome = self._observe([replica])[0].outcome
         else:
             self._states.forget(replica.key)
-            if outcome.was_told_to_end and replica.attempt.place not in self._explained:
+            if outcome.was_told_to_end and replica.attempt.full_name not in self._explained:
                 (supervisor,) = self.supervisors([PendingReplica(handle, outcome.attempt)])
                 if not supervisor.is_alive:
-                    self._explained.add(replica.attempt.place)
+                    self._explained.add(replica.attempt.full_name)
                     replica.attempt.record_service_reason(supervisor.reason, supervisor.error)
         if outcome is not None:
             return outcome.status
@@ -534,12 +534,12 @@ class JobExecutor(Backend):
         """Find a replica whose launcher wrote its intent and no handle; see `Backend.find_handle`."""
         place = handle.metadata
         attempt = Attempt(store_at(place["store_url"]), place["run_id"], handle.rank, place["attempt"])
-        if attempt.place in self._starting:
+        if attempt.full_name in self._starting:
             return None
         if insists:
             return retrying()(self._look_for, attempt)
         try:
-            return self._look_for(attempt) if self._states.may_search(attempt.place) else None
+            return self._look_for(attempt) if self._states.may_search(attempt.full_name) else None
         except JobServiceError as error:
             self._states.warn(error, f"rank {attempt.rank}")
             return None
@@ -550,7 +550,7 @@ class JobExecutor(Backend):
         jobs = self.service.find(JobKey.of(attempt, launched_at))
         if not jobs:
             intent = attempt.find(INTENT, Intent.parse)
-            if intent is not None and is_stale(self._intents, attempt.place, intent.at, intent.takes_s):
+            if intent is not None and is_stale(self._intents, attempt.full_name, intent.at, intent.takes_s):
                 rank, service = attempt.rank, self.service.name
                 error = f"Replica {rank} was never started: {service} knows no job of it. Did {intent.by} die?"
                 attempt.record(attempt.new_outcome(ReplicaStatus.FAILED, "start_failed", error=error))

@@ -114,7 +114,7 @@ class GangStart:
         Raises:
             LaunchError: too few jobs could be started. The others were ended, or never begun.
         """
-        self._starting.update(start.attempt.place for start in self._starts)
+        self._starting.update(start.attempt.full_name for start in self._starts)
         try:
             futures = in_threads(self._starter.start, self._batches, MAX_THREADS)
             self._wait_for_enough(dict(zip(futures, self._batches, strict=True)))
@@ -127,7 +127,7 @@ class GangStart:
         except LaunchError:
             raise
         except BaseException:  # such as Ctrl-C, perhaps before each job had a thread
-            self._starting.difference_update(start.attempt.place for start in self._starts)
+            self._starting.difference_update(start.attempt.full_name for start in self._starts)
             try:
                 if left := self._give_up(self._starts, "the launch was interrupted"):
                     _print(left.strip())

@@ -65,7 +65,7 @@ class JobReplica:
         return cls(attempt, JobKey.of(runs_it, launched_at), job, timeout_s)
 
 
-def is_stale(records: StalenessTracker, place: str, written_at: float | None, limit_s: float) -> bool:
+def is_stale(records: StalenessTracker, full_name: str, written_at: float | None, limit_s: float) -> bool:
     """Note a look at a record, and return True if the record has not changed for `limit_s` seconds.
 
     There may be no second look, so the first one uses the time in the record. That time comes from another clock. So
@@ -73,15 +73,15 @@ def is_stale(records: StalenessTracker, place: str, written_at: float | None, li
 
     Args:
         records: measures the records of a service.
-        place: the place of the attempt that has the record.
+        full_name: the name of the attempt that has the record; see `Attempt.full_name`.
         written_at: the time in the record, by its writer's clock. None: there is no record.
         limit_s: the limit, in seconds.
 
     Example:
-        is_stale(intents, attempt.place, intent.at, intent.takes_s)
+        is_stale(intents, attempt.full_name, intent.at, intent.takes_s)
     """
-    is_first_look = place not in records
-    unchanged_s = records.note(place, written_at)
+    is_first_look = full_name not in records
+    unchanged_s = records.note(full_name, written_at)
     if is_first_look and written_at is not None and time.time() - written_at > limit_s + CLOCKS_DIFFER_S:
         return True
     return unchanged_s >= limit_s
@@ -126,11 +126,11 @@ class JobOutcomeRecorder:
         if state.holds_place and not state.has_ended:
             return not attempt.has_started()
         if not state.is_unconfirmed:
-            self._heartbeats.forget(attempt.place)
+            self._heartbeats.forget(attempt.full_name)
             return not state.has_ended
-        if attempt.place in self._heartbeats and self._heartbeats.unchanged_s(attempt.place) < STILL_S:
+        if attempt.full_name in self._heartbeats and self._heartbeats.unchanged_s(attempt.full_name) < STILL_S:
             return True
-        is_over = is_stale(self._heartbeats, attempt.place, _last_sign_of(attempt), STILL_S)
+        is_over = is_stale(self._heartbeats, attempt.full_name, _last_sign_of(attempt), STILL_S)
         return not state.has_ended or (not is_over and not attempt.has_cancel_marker())
 
     def expire(self, replica: JobReplica) -> None:
@@ -139,7 +139,7 @@ class JobOutcomeRecorder:
         Args:
             replica: the replica.
         """
-        self._heartbeats.forget(replica.attempt.place)
+        self._heartbeats.forget(replica.attempt.full_name)
 
     def expire_all(self, prefix: str) -> None:
         """Let the next look read again whether the replicas of a run were cancelled.
@@ -169,7 +169,7 @@ class JobOutcomeRecorder:
         with contextlib.suppress(JobServiceError):
             stop_others(self._service, replica.key, replica.job)
         self._states.forget(replica.key)
-        self._heartbeats.forget(replica.attempt.place)
+        self._heartbeats.forget(replica.attempt.full_name)
         return outcome
 
     def withdraw(self, replica: JobReplica) -> None:

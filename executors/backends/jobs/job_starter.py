@@ -176,7 +176,7 @@ class JobStarter:
                     start.error = start.error or error
         finally:
             for start in batch:
-                self._starting.discard(start.attempt.place)
+                self._starting.discard(start.attempt.full_name)
 
     def begin(self, start: JobStart) -> bool:
         """Begin an attempt by creating its intent. Return False if another launcher has begun it.

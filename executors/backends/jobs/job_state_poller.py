@@ -11,9 +11,11 @@ from executors.backends.jobs.sdk import PollThrottle, TokenBucket, call_each
 from executors.backends.jobs.service import ForeignJobError, JobId, JobKey, JobService, JobServiceError, JobState
 
 MAX_THREADS = 16
-# Budgets of requests: requests per second, and requests at the same time.
-BESIDE_LISTS = (0.4, 16)  # with a list every 5 s, less than 60 requests in any minute
-ONE_BY_ONE = (1.6, 60)  # 540 requests in the first five minutes; Hugging Face allows a free account 1,000
+# Budgets of requests for single jobs: requests per second, and requests at the same time. The first one is for a service
+# that also lists all jobs every 5 s. It gives less than 60 requests in any minute. The second one is for a service
+# without lists. It gives 540 requests in the first five minutes. Hugging Face allows a free account 1,000.
+BESIDE_LISTS = (0.4, 16)
+ONE_BY_ONE = (1.6, 60)
 
 log = logging.getLogger(__name__)
 RunIdentity = tuple[str, str, float]
@@ -120,15 +122,15 @@ class JobStatePoller:
         self.forget(key)
         self._runs.forget(_run_of(key))
 
-    def may_search(self, place: str) -> bool:
+    def may_search(self, full_name: str) -> bool:
         """Return True if the caller may search now for the jobs of an attempt without a handle.
 
         The caller must then do so.
 
         Args:
-            place: the place of the attempt; see `Attempt.place`.
+            full_name: the name of the attempt among all runs; see `Attempt.full_name`.
         """
-        return bool(self._searches.due([place], lambda _: self._budget.take()))
+        return bool(self._searches.due([full_name], lambda _: self._budget.take()))
 
     def warn(self, error: JobServiceError, of: str) -> None:
         """Raise an error that is permanent, and log any other error. A later look repeats the request.

@@ -242,7 +242,7 @@ def put_snapshot(store: MemoryStore, data: bytes, *, state: list[str], contract:
 def test_a_part_that_is_not_a_safetensors_file_counts_as_unreadable() -> None:
     decode_part(memoryview(part(tensor())))
     store = MemoryStore()
-    patient = RetryingStore(store, clock=lambda: 0.0, patience=ENDLESS)
+    patient = RetryingStore(store, clock=lambda: 0.0, tolerance=ENDLESS)
     for data in HOSTILE_PARTS:
         refuses(lambda data: decode_part(memoryview(data)), data, data[:100])
         pointer = put_snapshot(store, data, state=[], contract={})
@@ -308,7 +308,7 @@ def test_what_a_rank_kept_and_cannot_be_read_means_what_it_kept_before(caplog: p
     kept_by(store, "101/0", encoded(a=GOOD), framed(DEEP))
     for stray in ("x/0", "-1/0", "102", "102/0/0"):
         kept_by(store, stray, b"")
-    patient = RetryingStore(store, clock=lambda: 0.0, patience=ENDLESS)
+    patient = RetryingStore(store, clock=lambda: 0.0, tolerance=ENDLESS)
     attachments = AttachedState(patient, KEYS, Identity(0, 1, 1, "n"), lambda job: job(), RoundPlan(), UNSIGNED)
     assert attachments.kept is not None
     assert attachments.kept.position == 1
@@ -325,7 +325,7 @@ def test_what_a_rank_kept_and_cannot_be_read_means_what_it_kept_before(caplog: p
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 def test_an_input_whose_head_is_of_another_payload_is_left_out(n_blocks: int, weight: float, caplog: Any) -> None:
     store = MemoryStore()
-    patient = RetryingStore(store, clock=lambda: 0.0, patience=ENDLESS)
+    patient = RetryingStore(store, clock=lambda: 0.0, tolerance=ENDLESS)
     payload = np.ones(8, np.float32).tobytes()  # a payload of two blocks
     bad = Contribution(0, 0, "a", weight, D, len(payload), digests_of(payload * 4, 16, UNSIGNED)[:n_blocks], ())
     head = bad.head("", UNSIGNED)
@@ -393,7 +393,7 @@ def test_a_claim_of_deep_json_belongs_to_no_process() -> None:
         pauses.append(None)
         store.put(KEYS.claim(0, 0), b'{"nonce": "mine"}')
 
-    assert claim(RetryingStore(store, clock=lambda: 0.0, patience=ENDLESS), KEYS, 0, 1, "mine", pause).attempt == 0
+    assert claim(RetryingStore(store, clock=lambda: 0.0, tolerance=ENDLESS), KEYS, 0, 1, "mine", pause).attempt == 0
     assert len(pauses) == 1
 
 

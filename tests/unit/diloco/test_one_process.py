@@ -33,7 +33,7 @@ def _processes_are_forgotten() -> None:
 
 
 def claim(store: MemoryStore, proof: Proof = UNSIGNED) -> None:
-    patient = RetryingStore(store, clock=lambda: 0.0, patience=ENDLESS)
+    patient = RetryingStore(store, clock=lambda: 0.0, tolerance=ENDLESS)
     claim_process(patient, KEYS, ME, proof, lambda: None)
 
 

@@ -195,7 +195,7 @@ def test_what_was_proven_cannot_be_changed_in_its_file(tmp_path: Any) -> None:
     store = open_store(tmp_path)
     store.put("large", b"good" * 100_000)
     for copies in (False, True):
-        patient = RetryingStore(store, clock=lambda: 0.0, patience=lasting(1.0), copies=copies)
+        patient = RetryingStore(store, clock=lambda: 0.0, tolerance=lasting(1.0), copies=copies)
         seen = patient.for_thread().peek("large")
         assert seen is not None
         with open(tmp_path / "large", "r+b") as file:

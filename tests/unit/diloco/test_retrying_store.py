@@ -19,7 +19,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.faulty = FaultyStore(MemoryStore(), seed=0)
-        self.store = RetryingStore(self.faulty, clock=lambda: self.now, patience=lasting(60.0))
+        self.store = RetryingStore(self.faulty, clock=lambda: self.now, tolerance=lasting(60.0))
 
     def misread(self, data: bytes, *, n: int = 1, every_s: float = 0.0) -> None:
         for _ in range(n):

@@ -330,7 +330,7 @@ def test_a_stop_has_its_time_independent_of_the_clock_of_a_controller(
 
     def ended_after(passed_s: float) -> list[str]:
         monkeypatch.setattr(time, "monotonic", lambda: began + passed_s)
-        controller.keep([])
+        controller.advance([])
         return [*ended]
 
     assert ended_after(1.0) == ended_after(600.0) == [], "supervisors end what runs"
@@ -358,7 +358,7 @@ def test_a_controller_outside_knows_which_ranks_are_at_which_backend(
     )
 
     def decided() -> bool:
-        controller.keep([])
+        controller.advance([])
         return bool(scene.told)
 
     eventually(decided, "the last call is over")
@@ -375,10 +375,10 @@ def test_an_end_is_left_to_its_supervisor_for_15_s_independent_of_the_clock_of_t
     controller = ExternalController(log, observer(scene.store, ended), starter, list[str]().append, lambda rank: True)
     began = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: began)
-    assert controller.keep([]) == pytest.approx(LEAVE_S), "a single pass stays for so long"
+    assert controller.advance([]) == pytest.approx(LEAVE_S), "a single pass stays for so long"
     assert log.entries == []
     monkeypatch.setattr(time, "monotonic", lambda: began + LEAVE_S)
-    controller.keep([])
+    controller.advance([])
     assert [(entry.kind, entry.how, entry.start) for entry in log.entries] == [("restart", "launch", {0: 1})]
 
 

@@ -113,7 +113,7 @@ def test_a_run_is_not_over_between_an_end_and_the_next_claim() -> None:
 def test_the_process_that_keeps_a_run_answers_ends_that_it_finds_last(watch: Callable[[Run], object]) -> None:
     run = run_of(failed(), None, restarts="0", store=EndsOfOneProcess("restarts"))
     spec = run_spec("wide", view_of(run).store.url, "0" * 64, 2, (0, 1))
-    manager_of(run).keep_here([StartSpec(spec, "time:time")], None)
+    manager_of(run).restart_here([StartSpec(spec, "time:time")], None)
     watch(run)
     assert [(entry.kind, entry.rank) for entry in DecisionLog(view_of(run).store, "wide").read()] == [
         ("give_up", 0),
@@ -141,10 +141,10 @@ def test_a_process_that_looks_at_a_run_and_keeps_it_reads_each_decision_once(is_
     log = DecisionLog(store, "wide")
     if is_read_by_its_controller:
         log.read()
-    controller = manager_of(run).keep_here(
+    controller = manager_of(run).restart_here(
         [StartSpec(run_spec("wide", view_of(run).store.url, "0" * 64, 2, (0, 1)), "time:time")], None, log=log
     )
-    controller.keep(run.status().replicas)
+    controller.advance(run.status().replicas)
     list(run.events())
     assert {store.n_read[f"wide/decisions/{index:06d}.json"] for index in range(21)} == {1}
 
