@@ -31,7 +31,7 @@ R = TypeVar("R")
 FAILURES = 3
 """The number of calls of one kind that must have failed in a row before their error is raised.
 
-This number is needed because a round may take longer than the tolerance, and deletes only once: one failed deletion must
+This number is needed because a round may take longer than the tolerance and deletes only once. One failed deletion must
 not end it.
 """
 WAITED_FOR = {

@@ -11,8 +11,8 @@ from executors.backends.jobs.sdk import PollThrottle, TokenBucket, call_each
 from executors.backends.jobs.service import ForeignJobError, JobId, JobKey, JobService, JobServiceError, JobState
 
 MAX_THREADS = 16
-# Budgets of requests for single jobs: requests per second, and requests at the same time. The first one is for a service
-# that also lists all jobs every 5 s. It gives less than 60 requests in any minute. The second one is for a service
+# Budgets of requests for single jobs: requests per second, and requests at the same time. The first is for a service
+# that also lists all jobs every 5 s. It gives less than 60 requests in any minute. The second is for a service
 # without lists. It gives 540 requests in the first five minutes. Hugging Face allows a free account 1,000.
 BESIDE_LISTS = (0.4, 16)
 ONE_BY_ONE = (1.6, 60)
