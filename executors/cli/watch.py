@@ -102,7 +102,9 @@ def watch(
     if needs_lease:
         lease = LeaseHolder(view.store, found.run_id, yields=True)
         lease.start()
-    controller = manager_of(found).restart_here(start_specs, lease, lambda words: output.print(words, "yellow"), log=log)
+    controller = manager_of(found).restart_here(
+        start_specs, lease, lambda words: output.print(words, "yellow"), log=log
+    )
     if once:
         now = _make_one_pass(found, controller, output)
         if as_json:
