@@ -40,13 +40,13 @@ from executors.backends.jobs.service import (
     JobSpec,
     JobState,
     RunningJob,
-    masked,
     option,
     python_of_image,
     shortened,
 )
 from executors.errors import BackendError
 from executors.protocol import Reason
+from executors.task.masked_values import masked
 from executors.task.record import OPTION_NAME
 
 ENDED: dict[str, Reason | None] = {"COMPLETED": None, "CANCELED": "cancelled", "ERROR": None, "DELETED": "lost"}

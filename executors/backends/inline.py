@@ -30,9 +30,9 @@ from executors.store.records import Record, checked, text
 from executors.store.run_key import RUN_KEY
 from executors.store.url import address_of
 from executors.task.arguments import split_rank_env
-from executors.task.create import MASK
 from executors.task.entrypoint import check_entrypoint
 from executors.task.launch_request import LaunchRequest
+from executors.task.masked_values import MASK
 from executors.worker.main import call_replica
 
 MACHINE = re.compile(r"\S+ \S+ \S+")  # as `this_machine` names one

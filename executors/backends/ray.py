@@ -27,7 +27,6 @@ from executors.backends.jobs.service import (
     JobSpec,
     JobState,
     RunningJob,
-    masked,
     option,
 )
 from executors.backends.ray_client import NAME, SCRIPT, RayClient, RayJob, package_of
@@ -36,6 +35,7 @@ from executors.logs import last_of
 from executors.logs.readers import OffsetLog
 from executors.replica import NOTICE_S
 from executors.store.run_key import RUN_KEY
+from executors.task.masked_values import masked
 
 ADDRESS = re.compile(r"https?://[A-Za-z0-9.:\[\]-]+(/[A-Za-z0-9._~-]+)*")
 GPU = re.compile(r"([A-Za-z][A-Za-z0-9_.-]*)(?::(\d{1,3}))?|(\d{1,3})")

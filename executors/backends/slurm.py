@@ -38,14 +38,13 @@ from executors.backends.jobs.service import (
     JobState,
     RunningJob,
     common_env,
-    masked,
     option,
     shortened,
 )
 from executors.logs.readers import FileLog
 from executors.registry.run_index import state_dir
 from executors.store import store_at
-from executors.task.create import MASK
+from executors.task.masked_values import MASK, masked
 from executors.task.stored import PYTHON
 from executors.view.report.text import one_line
 

@@ -1,4 +1,4 @@
-"""The verb `backends`, and the function that makes an executor from the name of a backend and its options."""
+"""The verb `backends`: lists the backends with their options."""
 
 from __future__ import annotations
 

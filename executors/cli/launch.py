@@ -119,7 +119,7 @@ def launch(
     """
     from executors.cli.live import Interrupts
     from executors.launcher import plan_launch
-    from executors.launcher.parts import executor_of, options_by_part, total_replicas
+    from executors.launcher.several_backends import executor_of, options_by_part, total_replicas
     from executors.registry.run_index import locate, preparing
     from executors.task.launch_request import LaunchRequest
 

@@ -1,4 +1,4 @@
-"""Declare the options that several verbs share, read `K=V` texts, and find the run that a user names."""
+"""Options that several verbs share: declares them, reads `K=V` texts, and finds the run or makes the executor."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def name_type(annotation: Any) -> str:
 def options_of(backend: str, option: Sequence[str] | None, volume: Sequence[str] | None) -> dict[str, Any]:
     """Return the options of a backend by name. The values of --volume become its option `volumes`."""
     from executors.launcher.launch_settings import volumes_of
-    from executors.launcher.parts import name_of, parse_backends
+    from executors.launcher.several_backends import name_of, parse_backends
 
     values = parse_values("--option", option)
     with usage_errors():

@@ -11,7 +11,7 @@ from executors.launcher.at_exit import ends_with_this_process
 from executors.launcher.checks import check_environment, check_kept, check_same, resolved
 from executors.launcher.launch_plan import LaunchPlan as LaunchPlan
 from executors.launcher.launch_plan import plan_launch as plan_launch
-from executors.launcher.parts import executor_of, parse_backends, total_replicas
+from executors.launcher.several_backends import executor_of, parse_backends, total_replicas
 from executors.protocol import ServerlessExecutor
 from executors.registry import get_executor
 from executors.registry.run_index import preparing

@@ -140,7 +140,7 @@ def read_settings(
     for level in levels:
         found |= level.profiles.get(profile or "", {})
     if ("rendezvous",) in environment:  # that of replicas elsewhere
-        from executors.launcher.parts import name_of
+        from executors.launcher.several_backends import name_of
 
         where = backend or {**found, **environment}.get(("backend",), Setting("local", "")).value
         with contextlib.suppress(BackendError):
@@ -166,7 +166,7 @@ def filled(
         config: the parameter `config` of `launch`.
         profile: the parameter `profile` of `launch`.
     """
-    from executors.launcher.parts import executor_of, total_replicas
+    from executors.launcher.several_backends import executor_of, total_replicas
     from executors.registry import get_executor
 
     given = [config] if isinstance(config, str | Path) else [] if isinstance(config, bool) else list(config)

@@ -49,8 +49,6 @@ from executors.task.removal_record import Removal
 from executors.task.sources import sources_of
 from executors.task.stored import MAX_TASK_BYTES, PYTHON, StoredTask, task_folder_of, versions_here
 
-MASK = "***"  # shown instead of a value of the environment
-
 
 @dataclass(frozen=True)
 class NewRun:

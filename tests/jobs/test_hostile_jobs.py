@@ -19,7 +19,7 @@ from executors import LocalProcessExecutor, Run, attach, launch, open_store
 from executors.attempt import Attempt
 from executors.backend import Backend, PendingReplica
 from executors.errors import BackendError, CorruptObjectError
-from executors.launcher.parts import executor_of
+from executors.launcher.several_backends import executor_of
 from executors.protocol import Outcome
 from executors.registry import get_executor
 from executors.registry.placements import known_supervisors

@@ -18,7 +18,7 @@ from support.fake_jobs import FakeExecutor, Machines
 from executors import LocalProcessExecutor, Run, attach, launch
 from executors.attempt import Attempt
 from executors.errors import BackendError, LaunchError
-from executors.launcher.parts import executor_of
+from executors.launcher.several_backends import executor_of
 from executors.registry import get_executor
 from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume

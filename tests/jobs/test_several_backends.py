@@ -19,7 +19,7 @@ from executors.cli.output import Output, UsageProblem
 from executors.errors import BackendError, LaunchError, RunNotFoundError, StoreError, UntrustedTaskError
 from executors.launcher.launch_plan import plan_launch
 from executors.launcher.launch_settings import keys_of_launch, read_settings
-from executors.launcher.parts import executor_of, options_by_part, parse_backends, total_replicas
+from executors.launcher.several_backends import executor_of, options_by_part, parse_backends, total_replicas
 from executors.protocol import ServerlessExecutor
 from executors.registry import get_executor
 from executors.restarts.decision_log import DecisionLog

@@ -24,7 +24,7 @@ from executors import LocalProcessExecutor, attach, launch
 from executors.cli.options import find_run
 from executors.cli.output import UsageProblem
 from executors.errors import BackendError
-from executors.launcher.parts import executor_of
+from executors.launcher.several_backends import executor_of
 from executors.registry import BUILT_IN
 from executors.run.resume import resume
 from executors.run.run import view_of

@@ -27,13 +27,13 @@ from executors.backends.jobs.service import (
     JobState,
     Kind,
     common_env,
-    masked,
     shortened,
 )
 from executors.errors import BackendError
 from executors.protocol import Reason
 from executors.replica import RANK
 from executors.run.run import view_of
+from executors.task.masked_values import masked
 from executors.task.record import OPTION_NAME
 from executors.testing import eventually
 from support.processes import MARK

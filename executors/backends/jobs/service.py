@@ -28,7 +28,6 @@ from executors.logs.readers import TailedLog
 from executors.protocol import Reason
 from executors.replica import RANK
 from executors.store.url import real_url
-from executors.task.create import MASK
 
 JobId = dict[str, Any]
 """The data with which the service finds a job again. Plain JSON, which becomes part of the replica's handle."""
@@ -553,18 +552,6 @@ def common_env(jobs: Sequence[JobSpec]) -> dict[str, str]:
                 "variable one value."
             )
     return common
-
-
-def masked(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment with masked values. Variables of this project are not secret, so they stay.
-
-    Args:
-        env: the environment.
-
-    Example:
-        masked({"API_KEY": "secret", "REPLICA_RANK": "0"})
-    """
-    return {name: value if name.startswith("REPLICA_") else MASK for name, value in env.items()}
 
 
 def shortened(command: Sequence[str]) -> list[str]:

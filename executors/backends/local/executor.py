@@ -42,9 +42,9 @@ from executors.store.records import Record, checked, nullable, number, text
 from executors.store.state_folder import state_path
 from executors.supervisor.supervisor_lock import wake
 from executors.task.arguments import split_rank_env
-from executors.task.create import MASK
 from executors.task.entrypoint import check_entrypoint
 from executors.task.launch_request import LaunchRequest
+from executors.task.masked_values import MASK
 from executors.task.stored import PYTHON
 
 MACHINE = re.compile(r"\S+ \S+ \S+")  # as `this_machine` names one
