@@ -1,4 +1,4 @@
-"""Checks of `replicas doctor` on what is installed: versions that are too old, and another package in our folder."""
+"""Checks for `replicas doctor`: packages whose versions are too old, and another package that uses our folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ FOLDER = "executors"
 
 
 def packages_below_bounds() -> Iterator[tuple[str, str]]:
-    """Yield each installed package whose version this project does not accept, with the line that installs a right one.
+    """Yield each installed package whose version this project does not accept, with the command that installs a
+    right one.
 
     Packages that are not installed are left out, because most belong to backends that the user does not use.
 
@@ -55,19 +56,19 @@ def _is_for_developers(requirement: object) -> bool:
 
 
 def _extras_of(marker: str) -> list[str]:
-    """Return the names that a marker compares with the extra, as in `extra == "dev"`."""
+    """Return the names of extras that a marker of a requirement names, as in `extra == "dev"`."""
     import re
 
     return re.findall(r"extra == ['\"]([\w-]+)['\"]", marker)
 
 
 def foreign_executors() -> tuple[str, str] | None:
-    """Return the finding on another package that has files in our folder `executors`. None: there is none.
+    """Return a description of another package that has files in our folder `executors`. None: there is none.
 
     The public index has a package called `executors`. Both install a folder of this name, so the one that was installed
     last overwrites files of the other.
 
-    Returns: the finding, and the remedy.
+    Returns: the description, and the remedy.
     """
     ours = Path(__file__).parents[1].absolute()
     remedy = (

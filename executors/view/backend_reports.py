@@ -1,4 +1,4 @@
-"""Asks the backend for the ends of replicas that left no outcome, and records them for the others."""
+"""Asks the backend about replicas without an outcome, and records the ends that it reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from executors.view.replica_records import ReplicaRecords
 
 
 class BackendReports:
-    """Asks the backend about replicas without an outcome, and records the ends that it reports.
+    """Asks the backend about replicas without an outcome, and records ends for the other processes of the run.
 
     Args:
         records: the records of the replicas.

@@ -1,4 +1,4 @@
-"""Finds the handles of replicas: kept by the launch, in the store, or at the backend."""
+"""Finds the handles of replicas: from the launch in this process, in the store, or at the backend."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ class ReplicaHandles:
         return known if number == attempt.number else attempt.handle(self._records.backend(attempt.rank))
 
     def newest(self, ranks: Sequence[int]) -> list[Any]:
-        """Return the handles of the newest attempts of ranks. None: a rank has no handle that can be read.
+        """Return the handles of the ranks' newest attempts.
+
+        An entry is None if the rank has no handle that can be read.
 
         Args:
             ranks: the ranks.

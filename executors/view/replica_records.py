@@ -1,4 +1,5 @@
-"""Keeps what a process has read about the replicas of a run: their newest attempts, outcomes and damaged records.
+"""Remembers the records of a run's replicas that this process has read: newest attempts, outcomes and damaged
+records.
 
 One list of the store shows which records are new, and only these are read. ADR 0019 gives the reasons.
 """
@@ -118,10 +119,10 @@ class ReplicaRecords:
         return found if found is not None and found.attempt == self._inventory.newest(rank) else None
 
     def read_new_outcomes(self, asked: Sequence[int] | None) -> Sequence[int]:
-        """List the records, and read the outcomes that are new. Return the ranks that were asked for.
+        """List the records, and read the new outcomes. Return the requested ranks.
 
         Args:
-            asked: the ranks. None: all ranks.
+            asked: the requested ranks. None: all ranks.
         """
         self.update()
         ranks = self.ranks if asked is None else asked
@@ -130,7 +131,7 @@ class ReplicaRecords:
         return ranks
 
     def read_outcome(self, attempt: Attempt) -> bool:
-        """Read and keep the outcome of an attempt. Return False if it has none yet.
+        """Read and remember the outcome of an attempt. Return False if it has none yet.
 
         Args:
             attempt: the attempt.
@@ -145,7 +146,7 @@ class ReplicaRecords:
         return outcome is not None
 
     def keep(self, outcome: Outcome) -> None:
-        """Keep an outcome that another object of this process has found.
+        """Remember an outcome that another object of this process has found.
 
         Args:
             outcome: the outcome.
@@ -153,7 +154,7 @@ class ReplicaRecords:
         self._outcomes[outcome.rank] = outcome
 
     def keep_problem(self, attempt: Attempt, error: Exception) -> None:
-        """Keep that a record of an attempt is damaged or false.
+        """Remember that a record of an attempt is damaged or forged.
 
         Args:
             attempt: the attempt.
@@ -162,11 +163,11 @@ class ReplicaRecords:
         self._problems[attempt.rank] = unreadable(attempt, error)
 
     def keep_unrecorded(self, rank: int, error: UnwritableStoreError) -> Outcome:
-        """Keep an outcome for this look only, because it could not be written to the store. Return the outcome.
+        """Remember an outcome for this look only, because it could not be written to the store. Return the outcome.
 
         Args:
             rank: the rank.
-            error: the error of the store. It is raised again if it has no outcome.
+            error: the error of the store, which has the outcome. An error without an outcome is raised.
         """
         if error.outcome is None:
             raise error

@@ -40,7 +40,7 @@ ADDING_S = 60.0  # the longest time from the record of added ranks to the first 
 
 
 class RunStateReader:
-    """Reads the states of a run's replicas, and keeps what this process has seen.
+    """Reads the states of a run's replicas, and remembers everything that it has read.
 
     An ended replica stays ended until a newer attempt is found.
 

@@ -214,8 +214,8 @@ def test_a_fork_leaves_what_a_user_resumes_to_the_users_process(scene: Scene) ->
 
 
 def test_an_end_is_answered_again_after_a_resume_that_came_late(scene: Scene) -> None:
-    """A user's resume read the log, waited for long, and then named attempt 1, which had ended and been decided about
-    meanwhile.
+    """A user's resume read the log, waited for long, and then named attempt 1, which had ended and been decided
+    about meanwhile.
     """
     controller = scene.controller(starter := FakeStarter())
     controller.advance(snapshot(end(attempt=1, saved_marks=1)))
@@ -296,8 +296,8 @@ def test_a_sight_is_taken_from_the_records_of_a_run() -> None:
 
 
 def observer(store: Store, ended: Outcome | None = None, **other: Any) -> Any:
-    """Looks at a run of one replica, unless told otherwise, whose supervisor cannot be asked and so counts as one that
-    lives.
+    """Looks at a run of one replica, unless told otherwise, whose supervisor cannot be asked and so counts as one
+    that lives.
     """
 
     def handle(rank: int, insists: bool) -> None:
@@ -310,11 +310,12 @@ def observer(store: Store, ended: Outcome | None = None, **other: Any) -> Any:
         "ranks": [0],
         "outcome": lambda rank: ended,
         "attempt": lambda rank: Attempt(store, "run", rank),
-        "handle": handle,
         "map": lambda act, things: [act(thing) for thing in things],
         "share_log": lambda log: None,
     }
-    return SimpleNamespace(**looks | other)
+    found = SimpleNamespace(**looks | other)
+    found.records, found.handles = found, SimpleNamespace(of=handle)
+    return found
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])
@@ -396,7 +397,7 @@ def test_a_process_that_asks_for_a_stop_waits_as_long_as_it_gives_whatever_clock
 ) -> None:
     store, waited = MemoryStore(), list[float]()
     order_cancel(DecisionLog(store, "run", lambda: time.time() + ahead_s), [0], "by another machine")
-    observer: Any = SimpleNamespace(store=store, run_id="run")
+    observer: Any = SimpleNamespace(records=SimpleNamespace(store=store, run_id="run"))
 
     def wait(for_s: float) -> bool:
         waited.append(for_s)
