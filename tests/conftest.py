@@ -47,21 +47,30 @@ LIVE_NAMES = ("HF_TOKEN", "KUBECONFIG", "REPLICAS_LIVE_RENDEZVOUS")
 LIVE = {name: os.environ[name] for name in LIVE_NAMES if os.environ.get(name)}
 """The variables that only tests marked `live` may use."""
 SLOW_FIRST = (
-    "contract/test_stores.py",
     "contract/test_executor_contract_jobs.py",
+    "contract/test_stores.py",
     "benchmarks/test_benchmarks_run.py",
-    "simulation/test_random_schedules.py",
-    "local/test_hostile_bucket.py",
-    "jobs/test_hf_command.py",
-    "training/test_numerics.py",
+    "jobs/test_job_launchers.py",
+    "training/test_lightning.py",
+    "training/test_hf_trainer.py",
     "docs/test_readme.py",
+    "docs/test_pages.py",
+    "local/test_hostile_bucket.py",
+    "simulation/test_random_schedules.py",
+    "training/test_numerics.py",
+    "training/test_ends.py",
+    "cli/test_cli_interrupts.py",
+    "contract/test_job_service_contract.py",
+    "local/test_standalone_worker.py",
+    "jobs/test_job_endings.py",
+    "jobs/test_money.py",
+    "jobs/test_kept_jobs.py",
     "jobs/test_modal.py",
-    "docs/test_examples.py",
-    "local/test_resuming.py",
-    "local/test_from_a_snapshot.py",
-    "local/test_resuming_at_once.py",
+    "docs/test_site.py",
+    "local/test_hangs.py",
+    "training/test_stale_copies.py",
 )
-"""The slowest files. They run first, so that none of them is left to one process at the end."""
+"""The slowest files, of the day and of the night. They run first, so that none is left to one process at the end."""
 HERE = Path(__file__).parent
 
 
