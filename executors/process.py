@@ -1,8 +1,8 @@
-"""Everything in which operating systems differ: processes, pipes, files without a name, cores and memory.
+"""Everything that differs between operating systems: processes, pipes, files without a name, cores and memory.
 
-The product calls what only one system has through this module alone, so that a port is a change of one file. Linux
-answers from /proc. macOS answers through `ps` and `sysctl`, and offers what a client needs: it launches, watches and
-ends replicas elsewhere. A supervisor of local processes needs Linux, see `CAN_SUPERVISE`.
+Only this module calls functions that exist on one system alone, so a port to another system changes one file. On Linux
+the answers come from /proc. On macOS they come from `ps` and `sysctl`, and only a client is supported: it launches,
+watches and ends replicas on other machines. A supervisor of local processes needs Linux; see `CAN_SUPERVISE`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 if sys.platform == "win32":
-    # Before the imports below, which Windows does not have: the user gets a sentence instead of a traceback.
+    # Before the imports below, which do not exist on Windows: the user gets a sentence instead of a traceback.
     sys.exit("replicas runs on Linux and macOS. On Windows, use WSL 2.")
 
 import contextlib
@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _libc = ctypes.CDLL(None, use_errno=True)
-SAFE_THREADS = ("jemalloc_bg_thd",)  # of pyarrow: jemalloc sees to it at a fork
+SAFE_THREADS = ("jemalloc_bg_thd",)  # a thread of pyarrow's jemalloc, which handles forks itself
 FORGET_S = 5.0
 PR_SET_PDEATHSIG = 1
-FIRST_PID_NAMESPACE = 0xEFFFFFFC  # the inode of the one that a machine boots with, in every kernel
+FIRST_PID_NAMESPACE = 0xEFFFFFFC  # the inode of the first pid namespace of a machine, in every kernel
 PR_SET_CHILD_SUBREAPER = 36
 FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 MACOS_MAX_FILES = 10_240  # OPEN_MAX: `setrlimit` refuses more there, even if the hard limit is "unlimited"
@@ -57,15 +57,18 @@ def system_name() -> str:
 
 @cache
 def this_machine() -> str:
-    """Return a name of this boot and this namespace of processes, within which a pid names one process at a time."""
+    """Return a text that identifies this boot of the machine and this pid namespace.
+
+    Within it, a pid names one process at a time.
+    """
     try:
         if sys.platform == "linux":
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             space = os.readlink("/proc/self/ns/pid")
         else:
             boot = "".join(_output_of("sysctl", "-n", "kern.bootsessionuuid")[1].split()) or "unknown"
-            space = "one"  # macOS has no namespaces of processes
-    except OSError:  # sandboxes with an emulated /proc, or without these programs
+            space = "one"  # macOS has no pid namespaces
+    except OSError:  # a sandbox that emulates /proc, or does not have these programs
         boot = space = "unknown"
     return f"{socket.gethostname()} {boot} {space}"
 
@@ -76,7 +79,8 @@ def this_process() -> str:
 
 
 def may_live(name: str) -> bool:
-    """Return False only if a process is known to have ended: it was on this host, and its pid is not in use.
+    """Return False only if the named process is known to have ended, because it was on this host and its pid is not
+    in use.
 
     Args:
         name: the name from `this_process`, as in `host:4711`. For any other text the answer is True.
@@ -98,7 +102,7 @@ def identify_process() -> str:
 
 
 def has_ended(identity: str) -> bool:
-    """Return True if a process is known to have ended. False: it lives, or this machine cannot know.
+    """Return True if a process is known to have ended. False: it is alive, or this machine cannot find out.
 
     Args:
         identity: as `identify_process` returned it, perhaps on another machine. It may come from a foreign record.
@@ -131,7 +135,9 @@ def start_time(pid: int) -> int | None:
 
 
 def is_alive(pid: int, started: int) -> bool:
-    """Return True if the process with this pid and start time still runs. The system reuses pids, but not such pairs.
+    """Return True if the process with this pid and start time still runs.
+
+    The system reuses a pid, but not both together.
 
     If the system hides the process from this user (option `hidepid` of /proc), the answer is True.
 
@@ -173,7 +179,7 @@ def _is_alive_by_ps(pid: int, started: int) -> bool:
 
 
 class _Listed(NamedTuple):
-    """One living process, as `ps` lists it."""
+    """One live process, as `ps` lists it."""
 
     pid: int
     parent: int
@@ -181,7 +187,7 @@ class _Listed(NamedTuple):
 
 
 def _listed(*which: str) -> list[_Listed]:
-    """List living processes through `ps` of BSD and macOS, without zombies.
+    """List live processes by `ps` of BSD and macOS. Zombies are left out.
 
     Args:
         which: the processes, as arguments of `ps`: `-ax` for all, or `-p` and a pid.
@@ -192,28 +198,30 @@ def _listed(*which: str) -> list[_Listed]:
     import calendar
     from email.utils import parsedate  # reads the format of `ctime` in every locale; `time.strptime` does not
 
-    # One column an option: in `pid=,ppid=` the heading of the first column would be ",ppid=".
+    # Each column needs an option of its own, because `pid=,ppid=` would give the first column the heading ",ppid=".
     columns = [part for name in ("pid=", "ppid=", "stat=", "lstart=") for part in ("-o", name)]
     found = []
     of_ps, text = _output_of("ps", *which, *columns)
     for line in text.splitlines():
         pid, parent, state, started = line.split(None, 3)
         date = parsedate(started)
-        # `ps` lists itself, which has ended by now. A caller who kills all descendants would never be done with them.
+        # `ps` lists itself, but it has ended by now. Without this check, a caller that kills all descendants would
+        # never finish.
         if date is not None and not state.startswith("Z") and int(pid) != of_ps:
             found.append(_Listed(int(pid), int(parent), calendar.timegm(date)))
     return found
 
 
 def _output_of(*command: str) -> tuple[int, str]:
-    """Run a program of the system; return its pid and what it printed, which is nothing if it failed.
+    """Run a program of the system. Return its pid and its output, which is empty if the program failed.
 
     Raises:
         OSError: the program cannot be run, or does not end.
     """
-    import subprocess  # here: it imports `threading`, which the process that forks replicas does without
+    # Not at the top, because it imports `threading`, which the process that forks replicas must not import.
+    import subprocess
 
-    # In C and UTC: the same process must have the same start after the user has changed the locale or the time zone.
+    # With a fixed locale and time zone, because the same process must always have the same start time.
     environ = {**os.environ, "LC_ALL": "C", "TZ": "UTC"}
     nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(command, env=environ, stdin=nothing, stdout=pipe, stderr=nothing, text=True) as process:
@@ -226,7 +234,7 @@ def _output_of(*command: str) -> tuple[int, str]:
 
 
 class Activity(NamedTuple):
-    """The state of a living process, from the kernel."""
+    """The activity of a live process, from the kernel: its state, processor time and threads."""
 
     is_stopped: bool
     is_traced: bool
@@ -329,7 +337,7 @@ def signal_name(number: int) -> str:
 
 
 class DescriptorReserve:
-    """Descriptors in reserve, for the last work of a process that has used up its limit of open files.
+    """Holds file descriptors in reserve, for the last work of a process that has reached its limit of open files.
 
     Args:
         n: the number of descriptors. Default 2: enough to read a log, and to write or send an object.
@@ -377,7 +385,7 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(root: int, spare: Collection[int] = ()) -> list[int]:
-    """List the pids of the living descendants of a process.
+    """List the pids of the live descendants of a process.
 
     Args:
         root: the process.
@@ -397,7 +405,7 @@ def descendants(root: int, spare: Collection[int] = ()) -> list[int]:
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    """Yield the pid of each living process, with the pid of its parent."""
+    """Yield the pid of each live process with the pid of its parent."""
     if sys.platform != "linux":
         with contextlib.suppress(OSError):  # some sandboxes forbid `ps`; then no process is known
             yield from ((process.pid, process.parent) for process in _listed("-ax"))
@@ -408,7 +416,7 @@ def _parents() -> Iterator[tuple[int, int]]:
 
 
 def ask_children_to_end(limit_s: float) -> None:
-    """Send each child of this process one SIGTERM, and wait until all have ended.
+    """Send SIGTERM once to each child of this process, and wait until all have ended.
 
     An orphan is asked, too, when it becomes a child of this process, if this process is a subreaper. There is no wait
     for children that ignore SIGTERM. The resource tracker of `multiprocessing` is such a child.
@@ -468,7 +476,9 @@ def kill_descendants(root: int, spare: Collection[int] = (), limit_s: float = 5.
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use, by affinity, control groups and the variable CPU_CORES."""
+    """Return the number of cores that this process may use, from affinity, control groups and the variable
+    CPU_CORES.
+    """
     limits = [float(_cores()), *_cpu_quotas()]
     with contextlib.suppress(ValueError):
         limits.append(float(os.environ.get("CPU_CORES", "")))  # Hugging Face Jobs set this variable
@@ -588,7 +598,7 @@ def _oom_kills(file: Path) -> int | None:
 
 
 def be_killed_first(by: int = 500) -> None:
-    """Make the kernel kill this process and its children before others if memory runs out.
+    """Make the kernel kill this process and its children first if memory runs out.
 
     Args:
         by: the increase of `oom_score_adj`. Default 500. Systems without this file are left as they are.
@@ -664,7 +674,7 @@ def memory_file(name: str) -> int:
 
 
 def open_file_of(pid: int, descriptor: int, name: str) -> int | None:
-    """Open the file in memory of another process for reading and writing.
+    """Open the memory file of another process for reading and writing.
 
     Args:
         pid: the other process.
@@ -722,7 +732,7 @@ def inotify_limit() -> int:
 
 
 def memory_in_use() -> int:
-    """Return the bytes of memory that this process holds; on macOS, the most that it ever held.
+    """Return the bytes of memory that this process uses. On macOS, the largest number that it has used.
 
     Raises:
         OSError: a sandbox does not show it.
@@ -734,7 +744,7 @@ def memory_in_use() -> int:
 
 
 def own_threads() -> set[int]:
-    """Return the native ids of this process's threads; none if the kernel does not list them.
+    """Return the native ids of this process's threads. Empty if the kernel does not list them.
 
     Example:
         own_threads()
@@ -752,7 +762,7 @@ def thread_names() -> list[str]:
     """
     found = []
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             found.append(Path(f"/proc/self/task/{thread}/comm").read_text().strip())
     return found
 
@@ -765,7 +775,7 @@ def open_paths() -> list[str]:
     """
     found = []
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it was the list's
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself, which is closed by now
             found.append(os.readlink(f"/proc/self/fd/{number}"))
     return found
 
@@ -775,9 +785,13 @@ def _not_here(call: str, number: int = errno.ENOSYS) -> OSError:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return a living process's fields of /proc/<pid>/stat, from the state on; the name before may hold anything."""
+    """Return the fields of /proc/<pid>/stat from the state on, for a live process.
+
+    The name before them may contain anything.
+    """
     try:
-        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)  # a quarter of the time of a Path
+        # Faster than Path.read_bytes: a quarter of the time.
+        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         try:
             fields = os.read(descriptor, 4096).rpartition(b")")[2].decode().split()
         finally:

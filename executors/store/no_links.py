@@ -14,7 +14,8 @@ import os
 OPENAT2 = 437  # the number of the system call on every architecture
 AT_FDCWD = -100
 RESOLVE_NO_SYMLINKS = 0x04
-UNKNOWN_CALL = (errno.ENOSYS, errno.EPERM)  # of an old kernel, and of a sandbox that forbids calls it does not know
+# An old kernel returns the first, and a sandbox that forbids unknown calls the second.
+UNKNOWN_CALL = (errno.ENOSYS, errno.EPERM)
 PATH_ONLY = getattr(os, "O_PATH", os.O_RDONLY)
 
 _libc = ctypes.CDLL(None, use_errno=True)

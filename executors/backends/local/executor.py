@@ -52,7 +52,7 @@ LONGEST_GRACE_S = 3600.0
 CHOOSE_PRELOAD = "To fork them, remove it from the backend's option preload."
 
 
-# More than 20 methods: it answers every question of a Backend.
+# More than 20 methods: it implements the whole interface of a Backend.
 class LocalProcessExecutor(Backend):
     """Runs replicas as processes on this machine.
 
@@ -146,7 +146,8 @@ class LocalProcessExecutor(Backend):
         return zygote(self.preload) if noted and (env or not found.has_this_environment) else found
 
     def check_launch(self, request: LaunchRequest) -> None:
-        """Refuse what cannot work, before anything is written or started; see `Backend.check_launch`.
+        """Raise an error for a launch that cannot work, before anything is written or started; see
+        `Backend.check_launch`.
 
         An entrypoint given by name is imported and its arguments are bound in a throw-away process.
         """
@@ -199,13 +200,13 @@ class LocalProcessExecutor(Backend):
             LaunchError: a replica could not be started; those before it were ended.
             RunExistsError: this machine knows a run of the same id in another store.
         """
-        _refuse_other_systems()  # here, too: a resume and an addition launch without the check
+        _refuse_other_systems()  # also here, because a resume and an addition are launched without that check
         run, entrypoint = start.spec, start.entrypoint
         claim_run_folder(run.run_id, run.store_url, run.task_digest)
         launch = self._local_launch(start, state_dir())
         try:
             answer = self._zygote(entrypoint, run.env).request({"do": "launch", "launch": launch.to_json()})
-        except BaseException:  # it may have begun attempts that no caller has a handle of
+        except BaseException:  # the supervisor may have begun attempts for which no caller has a handle
             with contextlib.suppress(StoreError):
                 self._take_back(launch)
             raise
@@ -225,10 +226,10 @@ class LocalProcessExecutor(Backend):
         return [ReplicaHandle.from_json(text) for text in answer["handles"]]
 
     def _take_back(self, launch: LocalLaunch) -> None:
-        """End the attempts of a launch that gave no answer, and make sure that it begins no more.
+        """End the attempts of a launch that gave no answer, and make sure that no more are begun.
 
         The supervisor of the launch may still run. So attempts that it has not begun are begun here, in the name of a
-        process that never existed, and ended. Attempts of other launches are not changed.
+        process that never existed, and then ended. Attempts of other launches are not changed.
         """
         for rank in launch.spec.ranks:
             attempt = launch.attempt(rank)
@@ -272,7 +273,7 @@ class LocalProcessExecutor(Backend):
         ]
 
     def supervisors(self, replicas: Sequence[PendingReplica]) -> list[SupervisorStatus]:
-        """Return which supervisors of replicas live; see `Backend.supervisors`."""
+        """Return which supervisors of replicas are alive; see `Backend.supervisors`."""
         named = [(Attempt.from_handle(each.handle, self.backend_name), each.handle) for each in replicas]
         watches = [(_Watch.of(attempt, handle), attempt) for attempt, handle in named]
         return [
@@ -307,7 +308,9 @@ class LocalProcessExecutor(Backend):
         return open_local_log(attempt, path, handle.metadata.get("machine") == this_machine())
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """End a replica and everything it started: SIGTERM, `term_grace_s`, SIGKILL. Returns when it is gone."""
+        """End a replica and its child processes: SIGTERM, `term_grace_s`, SIGKILL. The call returns when they have
+        ended.
+        """
         attempt, newest = Attempt.of_handle(handle, self.backend_name)
         if attempt.outcome() is not None:
             return
@@ -362,7 +365,10 @@ class LocalProcessExecutor(Backend):
 
 @dataclass(frozen=True)
 class _Watch(Record):
-    """The supervisor of a replica, from its handle. Another user may have written the handle, so no signal is sent."""
+    """The supervisor of a replica, from its handle.
+
+    Another user may have written the handle, so its pid gets no signal.
+    """
 
     machine: str = checked(text(1000, MACHINE))
     supervisor_pid: int = checked(PID)
@@ -399,7 +405,7 @@ class _Watch(Record):
         return here == there and not is_alive(self.launcher_pid, self.launcher_started)
 
     def is_supervised(self, attempt: Attempt) -> bool:
-        """Return True if the supervisor lives, as far as this machine can see.
+        """Return True if the supervisor is alive, as far as this machine can see.
 
         Args:
             attempt: the attempt.

@@ -1,4 +1,4 @@
-"""Chooses the GPUs of a local replica: those that no living replica of its run on this machine has.
+"""Chooses GPUs for a local replica that no live replica of its run on this machine uses.
 
 A run may have several supervisors, one for each start of ranks, and they do not know each other. So locks in files show
 which GPUs are taken. Each GPU has a file in the run's folder, and a replica's process holds a lock on it as long as it
