@@ -61,7 +61,9 @@ def test_no_other_end_is_answered(machines: Machines, reason: str | None) -> Non
 
 
 @pytest.mark.parametrize(("restarts", "recorded"), [("none", None), ("2", "2")])
-def test_what_is_asked_for_wins(machines: Machines, restarts: str, recorded: str | None) -> None:
+def test_a_restarts_setting_of_the_user_replaces_the_default(
+    machines: Machines, restarts: str, recorded: str | None
+) -> None:
     run = start(1, "main", restarts=restarts)
     assert view_of(run).record.settings.restarts == recorded
     assert run.wait(60)

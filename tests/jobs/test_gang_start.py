@@ -150,7 +150,7 @@ def test_jobs_that_are_not_listed_yet_are_ended_with_the_others(machines: Machin
     assert machines.living() == []
 
 
-def test_what_could_not_be_ended_is_named_once_and_not_what_was_refused(machines: Machines) -> None:
+def test_the_error_names_jobs_that_could_not_be_ended_once_and_not_the_refused_ones(machines: Machines) -> None:
     refuse_last(machines, 3)
     machines.fail("find", "rejected", times=None)
     machines.fail("stop", "rejected", times=None)
@@ -265,7 +265,7 @@ def test_a_start_that_begins_to_wait_after_the_launch_was_given_up_is_interrupte
     assert machines.living() == []
 
 
-def test_a_launch_says_how_far_it_is(machines: Machines) -> None:
+def test_a_launch_prints_its_progress(machines: Machines) -> None:
     told: list[str] = []
     plan_launch(LaunchRequest.of("job.py:main", n=3, run_id="otter"), FakeExecutor()).start(told.append)
     assert told == [f"{n} of 3 started" for n in range(4)]

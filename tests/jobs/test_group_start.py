@@ -65,7 +65,7 @@ def test_ranks_that_are_resumed_are_a_group_of_their_own(machines: Machines) -> 
     assert machines.living() == []
 
 
-def test_what_a_lost_answer_left_is_found_and_not_asked_for_again(machines: Machines) -> None:
+def test_a_job_whose_answer_was_lost_is_found_and_not_started_again(machines: Machines) -> None:
     cases: list[tuple[Kind, bool, int]] = [("unavailable", False, 2), ("unknown", False, 2), ("unknown", True, 1)]
     for kind, applied, n_asked in cases:
         machines.calls.clear()
@@ -75,7 +75,7 @@ def test_what_a_lost_answer_left_is_found_and_not_asked_for_again(machines: Mach
         run.cancel()
 
 
-def test_what_a_list_lacks_is_asked_for_again_alone_and_no_rank_keeps_two_jobs(machines: Machines) -> None:
+def test_a_job_that_a_list_does_not_show_is_requested_alone_and_no_rank_keeps_two_jobs(machines: Machines) -> None:
     late: list[JobKey] = []
 
     def hides(key: JobKey) -> int:
@@ -137,7 +137,7 @@ def test_a_group_that_is_cancelled_while_it_waits_is_not_asked_for_again(machine
 
 
 @pytest.mark.parametrize("has_looked", [False, True])
-def test_a_cancel_is_not_called_done_where_the_service_cannot_say_whether_there_is_a_job(
+def test_a_cancel_is_not_reported_as_done_if_the_service_cannot_say_whether_a_job_exists(
     machines: Machines, has_looked: bool
 ) -> None:
     run, other = launched(machines, 2), attached()
@@ -174,7 +174,7 @@ def test_a_supervisor_whose_job_the_service_cannot_look_for_now_counts_as_one_th
     run.cancel()
 
 
-def test_one_request_tells_of_all_jobs_of_a_group(machines: Machines) -> None:
+def test_one_request_has_the_states_of_all_jobs_of_a_group(machines: Machines) -> None:
     run = launched(machines)
     machines.calls.clear()
     assert attached().status().counts == f"{N} pending"

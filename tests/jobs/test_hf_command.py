@@ -119,7 +119,7 @@ def test_options_reach_the_request_and_wrong_ones_are_named(hf: HubServer, here:
     assert hf.count("create") == 0
 
 
-def test_the_price_is_told_before_the_launch_and_becomes_the_time_limit(hf: HubServer, here: HereInstead) -> None:
+def test_the_price_is_printed_before_the_launch_and_limits_the_time(hf: HubServer, here: HereInstead) -> None:
     # Two T4 at 40 cents an hour each.
     told = here.replicas(*LAUNCH, "--n", 2, "--gpu", "T4", "--max-cost", "0.20", "--dry-run")
     assert (round(told.json["usd_per_hour"], 2), round(told.json["timeout_s"])) == (0.80, 900)
@@ -149,7 +149,7 @@ def test_volumes_reach_the_request_and_a_backend_without_them_reports_that(hf: H
     assert (told.code, "is not of the form NAME:/path" in told.stderr) == (2, True)
 
 
-def test_a_resume_elsewhere_is_told_the_volumes_and_goes_by_the_recorded_options_else(
+def test_a_resume_on_another_machine_needs_the_volumes_and_takes_other_options_from_the_record(
     hf: HubServer, here: HereInstead, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     volume, options = ("--volume", "hf://datasets/org/corpus:/data"), ("--option", "flavor=cpu-upgrade")
@@ -170,7 +170,7 @@ def test_a_resume_elsewhere_is_told_the_volumes_and_goes_by_the_recorded_options
     here.replicas("cancel", s3.url("runs/otter"))
 
 
-def test_what_another_machine_is_told_to_type_finds_the_run_from_there(
+def test_a_command_in_a_message_finds_the_run_from_another_machine(
     hf: HubServer, here: HereInstead, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here.replicas("launch", "job.py:hang", "--backend", "hf", "--n", 1, "--run-id", "otter", "--timeout", 1)
@@ -256,7 +256,7 @@ def test_the_doctor_finds_what_of_a_bucket_hurts(here: HereInstead, moto: S3Serv
     assert "rule 'tidy' lets objects here expire" in found["lifecycle"][1]
 
 
-def test_the_doctor_tells_why_a_probe_fails(hf: HubServer, here: HereInstead) -> None:
+def test_doctor_prints_the_reason_why_a_probe_fails(hf: HubServer, here: HereInstead) -> None:
     hf.fail("create", 403)
     code, found = doctor(here, "--probe")
     assert code == 1

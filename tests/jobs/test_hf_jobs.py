@@ -193,7 +193,7 @@ def test_a_page_that_is_not_found_by_a_proxy_says_nothing_of_a_job(
     assert service.state(job_id) == UNKNOWN
 
 
-def test_only_a_time_limit_is_a_time_limit(hf: HubServer, service: JobService, job_id: JobId) -> None:
+def test_only_the_services_own_limit_is_read_as_a_time_limit(hf: HubServer, service: JobService, job_id: JobId) -> None:
     meant = {
         "Job timeout": "timeout",
         "Failed to pull image python:3.99: dial tcp 1.2.3.4:443: i/o timeout": None,
@@ -331,7 +331,7 @@ def test_an_answer_that_is_malformed_is_a_failure_of_the_service(
     hf._create, hf._inspect = real_create, real_inspect  # type: ignore[method-assign]
 
 
-def test_the_service_says_how_long_it_wants_to_be_left_alone(
+def test_the_pause_that_a_service_asks_for_is_kept(
     hf: HubServer, service: JobService, job_id: JobId, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls = {"cancel": lambda: service.stop(job_id), "list": lambda: service.find(KEY)}
@@ -361,7 +361,7 @@ def test_a_service_that_never_answers_is_given_up(hf: HubServer, monkeypatch: py
         launch("hf", "job.py:main", 1)
 
 
-def test_where_no_service_is_nothing_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_service_is_an_error_that_says_nothing_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     for endpoint, kind in (("http://127.0.0.1:9", "unavailable"), ("ftp://x", "rejected")):
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         with pytest.raises(JobServiceError, match="Hugging Face cannot be reached") as caught:

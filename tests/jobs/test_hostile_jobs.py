@@ -114,7 +114,7 @@ def test_no_secret_and_no_image_is_used_because_a_record_names_it(
     assert view_of(run).newest_attempt(0).number == 0
 
 
-def test_why_a_service_ended_a_replica_is_taken_from_two_words_and_for_a_notice_alone() -> None:
+def test_only_two_reasons_of_a_service_are_accepted_and_only_after_a_notice() -> None:
     attempt = Attempt(open_store("memory://why"), "bad", 0)
     told = outcome_json(0, status="failed", reason="signal", notice="SIGTERM", error="theirs")
 

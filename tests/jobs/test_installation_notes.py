@@ -36,14 +36,14 @@ def test_containers_of_pythons_own_image_install_torch_and_of_other_images_no_on
 
 
 @pytest.mark.usefixtures("machines")
-def test_a_service_that_keeps_what_was_installed_says_nothing_at_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_prints_no_advice_if_the_service_keeps_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeJobs, "image", "python:3.12", raising=False)
     monkeypatch.setattr(FakeJobs, "keeps_installed", True)
     assert FakeExecutor().check_image() == (INSTALLS_ONCE, "")
     assert FakeExecutor().installation_note(["torch"]) == ""
 
 
-def test_a_launch_says_it_once(
+def test_a_launch_prints_the_advice_once(
     machines: Machines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(FakeJobs, "image", "python:3.12", raising=False)

@@ -89,7 +89,7 @@ def test_a_script_runs_in_a_job_with_its_argv(machines: Machines) -> None:
         assert f"ran ['script.py', '--lr', '1e-3'] {rank}" in run.logs(rank=rank)
 
 
-def test_what_cannot_work_is_refused_before_a_job_is_asked_for(machines: Machines) -> None:
+def test_a_request_that_cannot_work_is_refused_before_a_job_is_started(machines: Machines) -> None:
     Path("annotated.py").write_text(ANNOTATED)
     request = LaunchRequest.of("annotated.py", n=1, arg_texts={"out": "a", "mode": "SLOW"})
     with pytest.raises(EntrypointArgumentsError, match=r"--arg mode=SLOW: main\(\) takes mode as one of FAST"):

@@ -41,7 +41,7 @@ def test_a_launch_that_fails_half_way_exits_with_1_and_one_that_starts_nothing_w
     assert "See: replicas status otter" in told.stderr
 
 
-def test_without_a_terminal_a_launch_says_now_and_then_how_far_it_is(
+def test_without_a_terminal_a_launch_prints_its_progress_from_time_to_time(
     machines: Machines, command: HereInstead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("executors.cli.output.QUIET_S", 0.01)
@@ -76,7 +76,7 @@ def test_a_run_in_which_too_few_replicas_can_succeed_reports_that_and_fails(
         attached().results()
 
 
-def test_the_table_tells_that_replicas_may_still_join(machines: Machines, command: HereInstead) -> None:
+def test_the_table_shows_that_replicas_may_still_join(machines: Machines, command: HereInstead) -> None:
     decides = machines.hold(2)
     run = start(3, "hang", min_replicas=1, gather_s=0.1)
     for rank in (0, 1):

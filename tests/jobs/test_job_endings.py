@@ -163,7 +163,7 @@ def test_the_services_limit_ends_a_replica_that_does_not_end_itself(
     assert run.outcomes()[0].error == "Replica 0 of 1 (attempt 0) ran into its time limit of 60 s."
 
 
-def test_what_prevents_a_start_is_in_the_outcome(machines: Machines) -> None:
+def test_the_reason_why_a_start_failed_is_in_the_outcome(machines: Machines) -> None:
     machines.is_held = True
     run = start()
     view_of(run).store.delete("otter/task/code.tar.gz")
@@ -256,7 +256,7 @@ def test_a_refused_answer_while_a_script_waits_does_not_end_its_wait(
     assert "replicas: waiting for the backend, 0 s so far, 15 min at most: Fake: rejected, as the test asked." in told
 
 
-def test_a_script_that_waits_is_told_at_once_what_is_refused_at_the_first_look_and_later_after_a_minute(
+def test_a_waiting_script_gets_a_refusal_at_once_at_the_first_look_and_later_after_a_minute(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("executors.backends.jobs.sdk.FIRST_PAUSE_S", 0.0)  # each look asks the service
@@ -276,7 +276,7 @@ def test_a_script_that_waits_is_told_at_once_what_is_refused_at_the_first_look_a
 
 
 @pytest.mark.usefixtures("quick_tries")
-def test_a_cancellation_is_asked_for_until_it_is_heard(machines: Machines) -> None:
+def test_a_cancel_is_repeated_until_the_service_accepts_it(machines: Machines) -> None:
     machines.is_held = True
     run = start()
     for kind in ("unavailable", "unknown"):
@@ -371,7 +371,7 @@ def test_a_job_is_verified_once_in_each_process(machines: Machines) -> None:
     assert ends(run) == [("cancelled", "cancelled")]
 
 
-def test_one_answer_tells_of_all_jobs_of_a_run_and_those_that_it_lacks_are_asked_for_alone(machines: Machines) -> None:
+def test_one_answer_has_all_jobs_of_a_run_and_missing_jobs_are_requested_one_by_one(machines: Machines) -> None:
     machines.lists_jobs = True
     run = start(4, "hang", args={"deaf": True})
     wait_until_hanging(run)
@@ -392,7 +392,7 @@ def ends_of(observations: list[Observation]) -> list[str | None]:
     return [None if each.outcome is None else each.outcome.reason for each in observations]
 
 
-def test_what_a_job_waits_for_is_reported(machines: Machines) -> None:
+def test_the_reason_for_which_a_job_waits_is_reported(machines: Machines) -> None:
     for machines.lists_jobs in (False, True):
         machines.is_held = True
         run = launch(FakeExecutor(), "job.py:main", 1, run_id=f"otter-{int(machines.lists_jobs)}")

@@ -326,7 +326,7 @@ def elsewhere(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]
     return python
 
 
-def test_what_failed_is_resumed_from_elsewhere_with_the_recorded_options(
+def test_failed_ranks_are_resumed_from_another_machine_with_the_recorded_options(
     modal_runs: ModalServer, elsewhere: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     Path("train.py").write_text(SECOND_TIME_LUCKY)

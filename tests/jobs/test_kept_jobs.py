@@ -136,7 +136,7 @@ def test_a_process_that_launched_starts_again_what_lost_its_container(
 
 
 @pytest.mark.usefixtures("_time_after_a_notice")
-def test_the_service_reports_once_why_it_ended_a_replica_and_that_stands(machines: Machines, folder: Path) -> None:
+def test_the_first_reason_that_a_service_gives_for_an_end_is_final(machines: Machines, folder: Path) -> None:
     run = waits(folder, detach=True)
     for rank, reason in enumerate(("preempted", "cancelled")):
         machines.end(machines.job_of(run, rank), reason, gently=True)  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ def test_a_service_that_has_forgotten_a_job_takes_nothing_back(machines: Machine
 
 
 @pytest.mark.usefixtures("_time_after_a_notice")
-def test_what_was_cancelled_at_the_service_stays_so(machines: Machines, folder: Path) -> None:
+def test_a_replica_that_was_cancelled_at_the_service_stays_cancelled(machines: Machines, folder: Path) -> None:
     run = waits(folder, restarts="5")
     with waiting(run):
         machines.end(machines.job_of(run, 1), "cancelled", gently=True)

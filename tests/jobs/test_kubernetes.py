@@ -143,7 +143,7 @@ def test_a_job_of_that_name_that_is_another_is_left_alone(k8s: ApiServer, servic
 # Shown states
 
 
-def test_a_run_is_told_from_one_list_and_64_ranks_are_found_by_one(k8s: ApiServer, service: KubernetesJobs) -> None:
+def test_a_run_is_found_by_one_list_and_so_are_64_ranks(k8s: ApiServer, service: KubernetesJobs) -> None:
     k8s.cluster.kubelet.room = 0
     jobs = [job(rank=rank) for rank in range(64)]
     ids = service.start_jobs(jobs)

@@ -44,7 +44,7 @@ def test_an_account_that_may_not_do_what_is_needed_is_refused_by_name(k8s: ApiSe
         service.check_account(None, None, ())
 
 
-def test_what_cannot_run_is_refused_before_a_launch(k8s: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_cannot_run_is_refused(k8s: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendError, match="has no Secret 'NOT_THERE'"):
         KubernetesJobs(secrets=["NOT_THERE"]).check_account(None, None, ())
     k8s.fail("read_secret", 403)
@@ -170,7 +170,7 @@ def test_the_advice_on_a_refusal_fits_what_was_refused(k8s: ApiServer, service: 
 
 
 @pytest.mark.parametrize("right", [("list", "pods"), ("list", "jobs")])
-def test_a_status_that_the_service_refuses_shows_what_the_store_says(
+def test_status_shows_the_states_in_the_store_if_the_service_refuses(
     k8s: ApiServer, here: HereInstead, right: tuple[str, str]
 ) -> None:
     run = launch("k8s", "job.py:hang", 2, run_id="otter", args={"ranks": [1]})

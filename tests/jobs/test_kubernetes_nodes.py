@@ -47,7 +47,7 @@ def test_a_container_that_its_runtime_cannot_start_reports_the_reason_in_the_out
     assert 'StartError: failed to create containerd task: exec: "no-such-program"' in str(outcome.error)
 
 
-def test_a_container_that_a_node_has_lost_is_lost_and_the_outcome_has_the_words_of_its_node(k8s: ApiServer) -> None:
+def test_a_container_on_a_lost_node_is_lost_and_the_outcome_has_the_nodes_message(k8s: ApiServer) -> None:
     run = launch("k8s", "job.py:hang", 1, args={"deaf": True})
     eventually(lambda: "hanging" in run.logs(0))
     (pod,) = k8s.cluster.pods.values()

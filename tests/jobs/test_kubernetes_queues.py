@@ -75,7 +75,7 @@ def test_the_next_attempt_deletes_the_suspended_jobs_of_its_ranks_and_no_other(k
     assert k8s.cluster.jobs.keys() == {waits["job"], other["job"], second["job"]}, "one that never ran waits on"
 
 
-def test_what_never_ran_stays_in_the_queue_that_took_it_back(k8s: ApiServer) -> None:
+def test_a_job_that_never_ran_stays_in_the_queue_that_took_it_back(k8s: ApiServer) -> None:
     """A queue takes a Job back, too, whose pods were not all ready in time."""
     k8s.cluster.kubelet.room = 0
     run = launch(KubernetesExecutor(queue="team"), "job.py:main", 1)

@@ -123,7 +123,7 @@ def test_a_new_run_from_a_snapshot_costs_no_more_than_its_max_cost(
     new.cancel()
 
 
-def test_what_is_added_to_a_run_comes_on_top_of_max_cost_and_that_is_reported(
+def test_an_addition_is_not_covered_by_max_cost_and_that_is_reported(
     machines: Machines, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = start(1, "hang", max_cost=2.0)
@@ -133,7 +133,7 @@ def test_what_is_added_to_a_run_comes_on_top_of_max_cost_and_that_is_reported(
     run.cancel()
 
 
-def test_the_time_of_a_rank_is_that_of_its_containers_and_not_until_another_process_looked() -> None:
+def test_the_cost_of_a_rank_counts_the_time_of_its_containers_and_not_the_time_until_a_look() -> None:
     first = Attempt(MemoryStore(), "otter", 0)
 
     def attempt(number: int, at: float, beat_at: float, finished_at: float, host: str, *, is_launched: bool) -> None:

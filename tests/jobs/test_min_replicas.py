@@ -157,7 +157,7 @@ def test_a_rank_that_is_refused_is_not_a_failure_that_ends_the_run(machines: Mac
     run.cancel()
 
 
-def test_a_resume_waits_for_the_rest_as_the_launch_did_or_as_it_is_told(
+def test_a_resume_waits_for_missing_ranks_as_long_as_the_launch_did_or_as_its_own_setting_says(
     machines: Machines, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = start(3, min_replicas=2, gather_s=0.3)

@@ -165,7 +165,7 @@ def test_in_a_notebook_where_an_event_loop_runs_nothing_complains(modal_runs: Mo
 # Refused before anything is written
 
 
-def test_what_is_missing_is_said_with_the_remedy_and_nothing_is_written(
+def test_a_missing_part_is_named_with_the_remedy_and_nothing_is_written(
     modal_runs: ModalServer, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = "Run: modal token new (or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET)."

@@ -125,7 +125,7 @@ def test_how_an_image_is_built_is_shown_on_stderr_and_one_that_exists_says_nothi
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_others_print_while_an_image_is_built_stays_on_stdout(
+def test_output_of_other_code_while_an_image_is_built_stays_on_stdout(
     modal_runs: ModalServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     modal_runs.account.builder_says, modal_runs.account.builder_is_slow = ["Step 7: uv pip install"], True

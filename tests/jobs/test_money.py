@@ -149,7 +149,7 @@ def test_a_rank_that_is_cancelled_ends_and_no_other_whatever_the_store_does(
 
 
 @pytest.mark.usefixtures("in_a_moment")
-def test_another_machine_finds_the_jobs_by_their_label_if_it_is_told_the_backend(
+def test_another_machine_finds_the_jobs_by_their_label_if_the_user_names_the_backend(
     hf: HubServer,
     command: HereInstead,
     lose_the_store: Callable[[], None],
@@ -245,7 +245,7 @@ def test_an_addition_whose_store_is_lost_half_way_ends_alone(
 
 
 @pytest.mark.usefixtures("in_a_moment")
-def test_a_run_is_not_removed_while_its_store_does_not_report_that_it_is_over_and_the_error_says_what_ends_it(
+def test_a_run_is_removed_only_if_its_store_shows_its_end_and_the_error_names_the_command_that_ends_it(
     hf: HubServer, command: HereInstead, s3: S3Server
 ) -> None:
     started(hf)
@@ -324,7 +324,7 @@ def ended_in_its_records_alone(hub: HubServer) -> Run:
 
 
 @pytest.mark.usefixtures("in_a_moment")
-def test_what_the_service_still_runs_of_an_ended_run_is_ended_before_its_records_go(
+def test_jobs_of_an_ended_run_that_still_run_are_ended_before_its_records_are_deleted(
     hf: HubServer, command: HereInstead
 ) -> None:
     ended_in_its_records_alone(hf)
@@ -407,7 +407,7 @@ SERVICE_FAULTS: dict[str, Misconduct] = {
 @pytest.mark.usefixtures("in_a_moment")
 @pytest.mark.parametrize("answer", SERVICE_FAULTS.values(), ids=SERVICE_FAULTS)
 @pytest.mark.parametrize("store", ["answers", "refuses"])
-def test_what_a_service_does_not_end_is_named_with_the_commands_that_end_it(
+def test_a_job_that_a_service_does_not_end_is_named_with_the_command_that_ends_it(
     hf: HubServer, command: HereInstead, s3: S3Server, answer: Misconduct, store: str
 ) -> None:
     run = started(hf)

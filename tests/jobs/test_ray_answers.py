@@ -121,7 +121,7 @@ def calls_of(service: JobService) -> dict[str, Callable[[], Any]]:
 # Failures
 
 
-def test_each_failure_has_its_kind_and_its_words(stub: Stub, service: JobService) -> None:
+def test_each_failure_has_its_kind_and_its_message(stub: Stub, service: JobService) -> None:
     for said, kind, kind_of_a_start, words in [
         ((401, "Unauthorized: Missing authentication token"), "rejected", "rejected", "Missing .*RAY_AUTH_TOKEN_PATH"),
         ((403, "Forbidden: Invalid authentication token"), "rejected", "rejected", "Invalid .*RAY_AUTH_TOKEN_PATH"),
@@ -363,7 +363,7 @@ def test_the_token_is_found_where_ray_looks_for_it_and_is_never_shown(
             service.check_account(None, None, ())
 
 
-def test_where_the_cluster_is_a_user_says_and_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_of_the_cluster_comes_from_the_user_and_not_from_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     def address(**options: Any) -> object:
         return RayExecutor(**options).options_to_keep["address"]
 

@@ -113,7 +113,7 @@ def test_a_replica_that_came_back_in_its_container_can_be_cancelled(service: Ser
     assert view_of(run).executor.poll(view_of(run).reader.handles.of(0)) == "cancelled"
 
 
-def test_a_container_that_is_told_to_end_leaves_an_outcome_with_the_notice(service: Service) -> None:
+def test_a_container_that_gets_a_notice_leaves_an_outcome_with_the_notice(service: Service) -> None:
     number = signal.SIGINT if service.backend == "modal" else signal.SIGTERM
     run, first = start(service.backend, waits_until=1, restarts=None)
     waiting(first)

@@ -124,7 +124,7 @@ def test_requirements_of_one_backend_are_not_installed_at_another(folder: Path, 
 
 @pytest.mark.usefixtures("quick_tries")
 @pytest.mark.parametrize("min_replicas", [None, 1])
-def test_what_one_backend_refuses_ends_the_others_unless_fewer_are_enough(
+def test_a_refusal_by_one_backend_ends_the_others_unless_fewer_replicas_are_enough(
     machines: Machines, folder: Path, capsys: pytest.CaptureFixture[str], min_replicas: int | None
 ) -> None:
     machines.fail("start", "rejected", times=None)
@@ -144,9 +144,7 @@ def test_what_one_backend_refuses_ends_the_others_unless_fewer_are_enough(
         assert run.results() == [None, None, [2, 0]]
 
 
-def test_what_fails_alike_on_one_backend_leaves_those_to_another_that_have_not_begun(
-    machines: Machines, folder: Path
-) -> None:
+def test_equal_failures_on_one_backend_do_not_stop_ranks_on_another_one(machines: Machines, folder: Path) -> None:
     first_line = "\n    assert current_replica().rank > 1, 'no flash_attn here'"
     Path("job.py").write_text(MAIN.replace("def main(folder):", f"def main(folder):{first_line}"))
     machines.is_held = True
@@ -180,7 +178,7 @@ def test_replicas_are_added_by_another_executor_and_count_like_the_others(machin
         run.add(FakeExecutor(), 1)
 
 
-def test_what_is_added_to_a_run_that_was_let_go_is_said_to_continue(
+def test_an_addition_to_a_released_run_is_reported_to_continue(
     machines: Machines, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its containers read the run's lease, which no process needs to renew any more."""
@@ -204,7 +202,7 @@ def test_what_is_added_to_a_run_that_was_let_go_is_said_to_continue(
     assert run.wait(60)
 
 
-def test_another_machine_adds_with_the_digest_and_starts_again_what_it_is_told_to(
+def test_another_machine_adds_with_the_digest_and_restarts_the_ranks_that_the_user_names(
     machines: Machines,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -388,7 +386,7 @@ def test_one_backend_with_its_number_is_that_backend(monkeypatch: pytest.MonkeyP
         assert read_settings(keys_of_launch(), backend=backend).values.get("rendezvous") == rendezvous, backend
 
 
-def test_an_option_says_of_which_backend_it_is() -> None:
+def test_an_option_names_its_backend() -> None:
     assert options_by_part("local", {"a": 1}) == {"local": {"a": 1}}
     assert options_by_part("slurm:1,modal:1", {"slurm.partition": "gpu"}) == {
         "slurm": {"partition": "gpu"},

@@ -89,7 +89,7 @@ def resume_overtaken(machines: Machines, by_ranks: list[int] | None) -> None:
     resume(Run(view_of(run).store, "otter", executor=Overtaken(by_ranks)))
 
 
-def test_a_resume_that_comes_second_starts_nothing_and_is_told_who_was_first(machines: Machines) -> None:
+def test_a_second_resume_starts_nothing_and_its_error_names_the_first_one(machines: Machines) -> None:
     told = r"Ranks 0-2 of run 'otter' are being resumed .*attempt 1, begun by .*:\d+\)"
     with pytest.raises(AlreadyResumedError, match=told):
         resume_overtaken(machines, None)
@@ -143,7 +143,7 @@ def test_a_process_that_resumes_beside_one_that_dies_does_not_wait_for_its_rank(
     assert (outcome.attempt, outcome.reason) == (1, "start_failed")
 
 
-def test_what_was_reported_of_an_attempt_is_not_taken_for_the_next_one_that_begins_while_others_are_looked_at(
+def test_a_state_of_an_attempt_is_not_used_for_the_next_attempt_that_begins_during_the_look(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a resume would start a third attempt of the rank, and a second job."""

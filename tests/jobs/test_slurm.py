@@ -79,7 +79,7 @@ def test_an_array_is_asked_for_once_and_leaves_no_folder_on_its_nodes(
 # --- a controller that does not answer
 
 
-def test_what_a_stopped_controller_was_asked_for_is_started_once(
+def test_jobs_that_a_stopped_slurm_controller_accepted_are_started_once(
     slurm: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start_jobs, kinds = SlurmJobs.start_jobs, []
@@ -108,7 +108,7 @@ def test_an_answer_that_is_lost_costs_no_job(slurm: Cluster, slurm_commands: Com
     assert len(states(slurm, f"--name={group_of(run)}")) == 2
 
 
-def test_no_controller_is_one_that_is_asked_again(
+def test_an_unreachable_controller_counts_as_unavailable_and_can_be_asked_again(
     slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = SlurmExecutor().service
@@ -139,7 +139,7 @@ def test_no_controller_is_one_that_is_asked_again(
 # --- what is refused
 
 
-def test_what_the_cluster_does_not_have_is_refused_before_anything_is_written(
+def test_a_resource_that_the_cluster_does_not_have_is_refused_before_anything_is_written(
     slurm: Cluster, state_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NOT_SET", raising=False)
@@ -211,7 +211,7 @@ def test_a_replica_gets_what_it_is_given_and_nothing_of_a_surrounding_job(
     assert (found["MY_SECRET"], found["GIVEN"]) == ("hush", "a\n'ä'")
 
 
-def test_gpus_are_told_to_the_job(slurm: Cluster) -> None:
+def test_a_job_gets_the_number_of_its_gpus(slurm: Cluster) -> None:
     service = SlurmExecutor().service
     code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
     for gpu, visible in (("H100:2", "0,1"), ("h100", "0"), ("1", "0")):
@@ -296,7 +296,7 @@ def test_a_job_is_never_begun_again_by_slurm_nor_by_hand(slurm: Cluster, monkeyp
     assert view_of(run).store.get(key) == before
 
 
-def test_of_jobs_that_slurm_has_forgotten_an_outcome_is_used_and_none_is_lost(slurm: Cluster) -> None:
+def test_jobs_that_slurm_has_forgotten_end_by_their_outcomes_and_are_not_lost(slurm: Cluster) -> None:
     with slurm.configured(MinJobAge="2"):
         # so that no process asks Slurm
         run = started(2, "executors.testing.tasks:hang_on", args={"rank": 1}, detach=True)

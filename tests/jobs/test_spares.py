@@ -98,7 +98,7 @@ def test_a_process_that_watches_a_run_names_the_spare_and_starts_nothing(machine
     assert len(machines.jobs) == 2
 
 
-def test_what_a_spare_has_become_can_be_seen_followed_and_cancelled(
+def test_an_attempt_of_a_spare_can_be_seen_followed_and_cancelled(
     machines: Machines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = HereInstead(Folder(Path.cwd()), monkeypatch, capsys)
@@ -144,7 +144,7 @@ def test_a_spare_that_is_not_available_is_a_warning(machines: Machines, capsys: 
 
 
 @pytest.mark.parametrize(("backend", "says"), [("local", "has no spares"), ("fake", "Add restarts")])
-def test_spares_are_refused_where_they_cannot_help(machines: Machines, backend: str, says: str) -> None:
+def test_spares_are_refused_if_they_cannot_help(machines: Machines, backend: str, says: str) -> None:
     Path("job.py").write_text(MAIN)
     executor, restarts = (FakeExecutor(), None) if backend == "fake" else (backend, "2")
     with pytest.raises(ValueError, match=says):

@@ -192,7 +192,7 @@ def test_what_a_run_with_code_was_not_launched_with_is_not_installed_for_some_of
     (folder / "go").touch()
 
 
-def test_what_is_added_to_a_run_without_code_comes_back_with_its_own_requirements(
+def test_an_added_rank_of_a_run_without_code_restarts_with_its_own_requirements(
     machines: Machines, folder: Path
 ) -> None:
     run = launched(folder, local(), detach=True)

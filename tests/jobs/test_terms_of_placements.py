@@ -80,7 +80,7 @@ def test_a_process_that_launched_does_not_start_what_another_process_added(machi
     assert run.results() == [[0, 1], [1, 1]]
 
 
-def test_what_is_added_changes_nothing_of_what_the_launch_is_started_with(machines: Machines, folder: Path) -> None:
+def test_an_addition_does_not_change_how_the_launchs_ranks_are_started(machines: Machines, folder: Path) -> None:
     def holders() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "replicas-lease"]
 
@@ -123,7 +123,7 @@ def test_each_rank_goes_by_the_executor_that_started_it_also_of_two_of_one_backe
     assert run.results() == [[0, 0], [1, 2]]
 
 
-def test_a_cancel_ends_all_that_it_can_before_it_tells_of_what_it_cannot(
+def test_a_cancel_ends_every_job_that_it_can_before_it_reports_the_others(
     machines: Machines, folder: Path, state_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("executors.store.parallel.MAX_THREADS", 1)

@@ -59,7 +59,7 @@ def test_the_arguments_of_a_subclass_keep_their_class_and_fields() -> None:
     assert (type(own), own.max_length, own.output_dir) == (Config, 8, "out/1")
 
 
-def test_an_object_that_is_not_a_training_arguments_is_refused_by_its_kind() -> None:
+def test_an_object_that_is_not_training_arguments_is_refused_with_its_type() -> None:
     with pytest.raises(TypeError, match=r"or a subclass such as TRL's SFTConfig, got a dict\."):
         replica_arguments({"output_dir": "out"})
 

@@ -298,7 +298,7 @@ def kept_by(store: MemoryStore, position: str, arrays: bytes, head: bytes | None
     store.put(f"{KEYS.own_state(0)}{position}/tensors.safetensors", arrays)
 
 
-def test_what_a_rank_kept_and_cannot_be_read_means_what_it_kept_before(caplog: pytest.LogCaptureFixture) -> None:
+def test_if_a_ranks_saved_state_is_unreadable_an_earlier_one_is_used(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     text = np.frombuffer(b'{"tensor": "gone", "dtype": "x"}', np.uint8)
     kept_by(store, "1/0", encoded(progress_0=np.ones(3), attached_x_json=text))
@@ -397,5 +397,5 @@ def test_a_claim_of_deep_json_belongs_to_no_process() -> None:
     assert len(pauses) == 1
 
 
-def test_an_abort_of_deep_json_is_told_as_it_stands() -> None:
+def test_an_abort_record_of_deep_json_is_shown_as_it_is() -> None:
     assert str(AbortedError.from_record("run", DEEP.encode())) == f"Run 'run' was aborted: {DEEP[:500]}"

@@ -108,7 +108,7 @@ def test_a_wire_decides_what_is_sent(wire: str, mean_wire: str | None, up: float
     assert round_cost(job, Choice(inner_steps=50, wire=wire, mean_wire=mean_wire)).up == pytest.approx((8 << 20) * up)
 
 
-def test_what_is_late_is_what_the_overlap_does_not_hide() -> None:
+def test_late_time_is_the_part_of_a_round_that_the_overlap_does_not_hide() -> None:
     plan = evaluate(EXAMPLE, HALVES)
     assert (plan.late_s, plan.has_room) == (0.0, True)
     late = evaluate(EXAMPLE, replace(HALVES, overlap_steps=10))
@@ -152,7 +152,7 @@ def test_int4_is_chosen_only_if_it_halves_inner_steps() -> None:
     assert chosen.keys() == {"int8", "int4"}
 
 
-def test_what_is_given_is_not_chosen() -> None:
+def test_given_values_are_not_replaced_by_the_plan() -> None:
     plan = choose(EXAMPLE, wires=("fp32",), mean_wire="bf16", inner_steps=60, fragments=3, overlap_steps=4)
     assert plan.choice == Choice(inner_steps=60, fragments=3, overlap_steps=4, wire="fp32", mean_wire="bf16")
     assert choose(EXAMPLE, fragments=3).choice.inner_steps % 3 == 0
@@ -194,7 +194,7 @@ def test_short_rounds_and_short_runs_get_the_outer_settings_that_measured_best(
         ({"steps": 5}, {"inner_steps": 10}, "steps must be at least inner_steps, got steps=5 and inner_steps=10."),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(job: dict, given: dict, problem: str) -> None:  # type: ignore[type-arg]
+def test_invalid_values_are_refused_by_name(job: dict, given: dict, problem: str) -> None:  # type: ignore[type-arg]
     with pytest.raises(ValueError, match=problem.replace("+", r"\+").replace("(", r"\(")):
         choose(replace(EXAMPLE, **job), **given)
 

@@ -155,7 +155,7 @@ def test_an_object_that_is_not_a_key_is_refused_and_not_shown(key: Any, said: st
     assert str(key) not in str(caught.value)
 
 
-def test_the_key_that_the_launch_handed_over_is_taken_whatever_the_store_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_from_the_launch_is_used_whatever_is_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     monkeypatch.setenv(RUN_KEY, KEY.hex())
     DiLoCo(model(), **place(store)).close()
@@ -191,7 +191,7 @@ def test_an_unsigned_agreement_names_no_key() -> None:
     assert json.loads(json.dumps(fields)) == fields
 
 
-def test_what_was_proven_cannot_be_changed_in_its_file(tmp_path: Any) -> None:
+def test_proven_bytes_cannot_be_changed_through_their_file(tmp_path: Any) -> None:
     store = open_store(tmp_path)
     store.put("large", b"good" * 100_000)
     for copies in (False, True):

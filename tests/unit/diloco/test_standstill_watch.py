@@ -74,7 +74,7 @@ def test_a_standstill_is_reported_once_and_taken_back_when_the_object_is_deleted
     assert [f"the object {key!r}" in text for text in warned] == [True]
 
 
-def test_the_first_anchor_stands_still_as_a_round_does(scene: Scene) -> None:
+def test_a_forged_first_anchor_is_reported_like_a_forged_object_of_a_round(scene: Scene) -> None:
     scene.store.put(KEYS.snapshot(0), FORGED)
     scene.now = 6.0
     scene.watch.look_at_start(0.0)

@@ -115,7 +115,7 @@ arrays: Any = st.builds(
 
 @settings(deadline=None, max_examples=40)  # a deadline would fail on a loaded machine
 @given(arrays)
-def test_what_is_decoded_is_near_and_encodes_to_itself(of: Floats) -> None:
+def test_decoded_values_are_close_and_encode_to_the_same_bytes(of: Floats) -> None:
     steps = {"fp32": 0.0, "bf16": 2.0**-8, "int8": 0.5 / 127, "int4": 0.5 / 7}
     for name, wire in WIRES.items():
         block = encoded(wire, of)
@@ -131,7 +131,7 @@ def test_what_is_decoded_is_near_and_encodes_to_itself(of: Floats) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(arrays, st.floats(0.01, 1.0), st.integers(0, 2**32))
-def test_what_is_added_is_what_is_decoded_with_its_scale_weighed_first(of: Floats, share: float, seed: int) -> None:
+def test_accumulated_values_are_the_decoded_values_with_weighted_scales(of: Floats, share: float, seed: int) -> None:
     weight, before = np.float32(share), np.random.default_rng(seed).normal(size=len(of)).astype(np.float32)
     for wire in WIRES.values():
         block = memoryview(encoded(wire, of))
@@ -182,7 +182,7 @@ def test_one_value_that_is_not_finite_is_refused(wire: Wire, bad: float) -> None
 
 
 @pytest.mark.parametrize("wire", LOSSY, ids=lambda wire: wire.name)
-def test_what_would_be_decoded_as_infinite_is_refused_by_the_process_that_sends_and_by_the_process_that_reads(
+def test_a_value_that_decodes_to_infinity_is_refused_by_senders_and_readers(
     wire: Wire,
 ) -> None:
     most = float(np.finfo(np.float32).max)

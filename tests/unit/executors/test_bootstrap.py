@@ -296,7 +296,7 @@ def wheel(folder: Path, name: str, version: str, text: str = "", requires: str =
     return path
 
 
-def test_what_the_workspace_requires_is_installed_before_the_entrypoint_is_loaded(
+def test_requirements_of_the_workspace_are_installed_before_the_entrypoint_is_loaded(
     cloud: Cloud, tmp_path: Path, shared: Path
 ) -> None:
     text = "import wheel_of_user\ndef main(): return wheel_of_user.VERSION"
@@ -355,7 +355,7 @@ def test_uv_installs_where_it_is_available_and_pip_where_it_cannot(cloud: Cloud,
     assert "--quiet" not in arguments, "else uv does not say what it downloads"
 
 
-def test_what_the_image_has_of_this_project_in_a_later_version_is_kept_and_reported(
+def test_a_later_version_of_a_dependency_in_the_image_is_kept_and_reported(
     cloud: Cloud, workspace: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("executors.shipping.requirements.installed_version", {"torch": "2.9", "numpy": "1.26.4"}.get)
@@ -374,7 +374,7 @@ def test_the_users_own_pin_is_not_a_lower_bound(cloud: Cloud, workspace: Path, s
     assert (code, err.splitlines()[0]) == (CANNOT_START, "replicas: installing numpy==1.26.4")
 
 
-def test_while_it_installs_it_reports_that_in_the_store_and_ends_when_it_is_told_to(
+def test_a_replica_that_installs_reports_that_in_the_store_and_can_be_ended(
     cloud: Cloud, tmp_path: Path, workspace: Path, shared: Path
 ) -> None:
     slow = tmp_path / "bin"
@@ -423,7 +423,7 @@ def test_links_in_a_shared_directory_lead_nowhere_while_it_installs(
     assert (code, "it is not a file" in err) == (CANNOT_START, True)
 
 
-def test_in_a_bucket_too_an_installation_is_announced(cloud: Cloud, workspace: Path, s3: S3Server) -> None:
+def test_an_installation_is_also_reported_in_a_bucket(cloud: Cloud, workspace: Path, s3: S3Server) -> None:
     package = make_package("train_of_user:light", root=workspace, pip=["nowhere-to-be-found==1.0"])
     spec = ship(s3.url("runs/deep"), workspace, "train_of_user:light", {"x": 1}, package=package)
     assert ended(cloud.start(spec, environ={"PIP_NO_INDEX": "1"}))[0] == CANNOT_START
@@ -465,7 +465,7 @@ print(installed_for_a_user.FOUND, sys.path.count(folder))
 """
 
 
-def test_what_pip_installs_into_the_home_of_a_user_is_found_by_the_process_that_installed_it(tmp_path: Path) -> None:
+def test_packages_that_pip_installs_into_the_home_folder_are_found_by_the_same_process(tmp_path: Path) -> None:
     """A user who may not write to the image's folder gets a folder in HOME, which did not exist at the start."""
     file = Path(make_package.__code__.co_filename).with_name("bootstrap.py")
     outside = sys._base_executable  # type: ignore[attr-defined]  # of a virtual environment it is off

@@ -15,7 +15,7 @@ from executors.shipping.checkout import Checkout, GitQuery
 from executors.testing import eventually
 
 
-def test_the_commit_is_told_and_whether_the_files_differ_from_it(tmp_path: Path) -> None:
+def test_the_commit_is_recorded_and_whether_the_files_differ_from_it(tmp_path: Path) -> None:
     root = repository(tmp_path / "work", {"train.py": "x = 1"})
     commit = git(root, "rev-parse", "HEAD")
     for is_dirty in (False, True):
@@ -24,7 +24,7 @@ def test_the_commit_is_told_and_whether_the_files_differ_from_it(tmp_path: Path)
         (root / "train.py").write_text("x = 2")
 
 
-def test_of_a_folder_that_the_repository_ignores_its_commit_is_not_told(tmp_path: Path) -> None:
+def test_a_folder_that_the_repository_ignores_has_no_commit(tmp_path: Path) -> None:
     root = repository(tmp_path / "work", {"a.py": "", ".gitignore": "scratch/"})
     (root / "scratch" / "inner").mkdir(parents=True)
     for folder in (root / "scratch", root / "scratch" / "inner"):

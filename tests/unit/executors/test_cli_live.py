@@ -103,7 +103,7 @@ def test_a_failure_before_the_first_round_is_printed(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("jump_s", [3 * 365 * 86_400.0, -3 * 365 * 86_400.0])
-def test_the_time_since_the_launch_continues_where_another_process_sets_the_wall_clock(
+def test_the_time_since_the_launch_is_right_even_if_the_wall_clock_is_set(
     capsys: pytest.CaptureFixture[str], jump_s: float
 ) -> None:
     clock, launched_at = Clock(), time.time()
@@ -359,7 +359,7 @@ class FailingObserver:
 
 
 @pytest.mark.parametrize("error", [StoreError("no answer"), BackendError("no answer")])
-def test_what_failed_before_a_pause_between_two_waits_does_not_count_to_the_patience(error: ReplicasError) -> None:
+def test_failures_before_a_pause_between_two_waits_do_not_count_towards_the_limit(error: ReplicasError) -> None:
     observer, clock = FailingObserver(), Clock()
     waiter = Waiter(cast(RunStateReader, observer), lambda: None, lambda states: False)
     waiter._tolerance = ReadTolerance(lambda: FOLLOWER, Waits(lambda words: None, clock))

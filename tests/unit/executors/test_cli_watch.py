@@ -30,6 +30,6 @@ def test_other_rules_are_read_also_several_at_once(
 @pytest.mark.parametrize(
     "text", ["", "restart=3", "restarts=three", "hang=1,2", "start=soon", "start=auto:2", "restarts=1,runs=2", "3"]
 )
-def test_an_object_that_is_not_a_rule_is_refused(text: str) -> None:
+def test_a_text_that_is_not_a_rule_is_refused(text: str) -> None:
     with pytest.raises(BadParameter):
         _settings([text])

@@ -91,14 +91,14 @@ def end(rank: int = 0, attempt: int = 0, reason: str = "signal", **more: Any) ->
     return Outcome(rank, attempt, ReplicaStatus.FAILED, reason, **more)  # type: ignore[arg-type]
 
 
-def test_what_made_progress_is_started_again_in_the_same_pass(scene: Scene) -> None:
+def test_an_attempt_with_progress_is_restarted_in_the_same_pass(scene: Scene) -> None:
     controller = scene.controller(starter := FakeStarter())
     assert controller.advance(snapshot(end(saved_marks=1))) is None
     assert starter.started == [{0: 1}]
     assert [(entry.kind, entry.how) for entry in scene.told] == [("restart", "fork")]
 
 
-def test_what_made_none_is_started_when_its_wait_has_ended(scene: Scene) -> None:
+def test_an_attempt_without_progress_is_restarted_after_its_wait(scene: Scene) -> None:
     controller = scene.controller(starter := FakeStarter())
     wait_s = controller.advance(snapshot(end()))
     assert wait_s is not None
@@ -128,7 +128,7 @@ def test_a_cancel_that_came_after_the_decision_is_seen_before_the_start(scene: S
     assert controller.blocking_order(3) is not None
 
 
-def test_what_another_controller_decided_is_carried_out_a_minute_after_it_was_seen(scene: Scene) -> None:
+def test_a_restart_that_another_controller_decided_is_carried_out_a_minute_after_it_was_seen(scene: Scene) -> None:
     scene.controller(FakeStarter("launch")).advance(snapshot(end(saved_marks=1)))
     controller = scene.controller(starter := FakeStarter("launch"))
     assert controller.advance(snapshot(end(saved_marks=1))) == CARRY_S
@@ -251,7 +251,7 @@ def test_a_rank_that_no_one_launched_is_not_started(scene: Scene) -> None:
     assert starter.started == []
 
 
-def test_what_no_one_could_read_is_not_added(scene: Scene) -> None:
+def test_an_entry_that_could_not_be_parsed_is_not_added(scene: Scene) -> None:
     """Such an entry would stop all later decisions."""
     controller = scene.controller(FakeStarter())
     with pytest.raises(CorruptObjectError, match="'start' is an object"):

@@ -59,7 +59,7 @@ def test_a_loss_that_was_computed_before_a_round_is_not_called_the_first_after_i
     assert list(curves(made.metrics)["shown"][0]["above"]) == ["median of replicas"]
 
 
-def test_a_run_that_reported_a_few_times_says_how_its_loss_went() -> None:
+def test_a_run_with_few_reports_shows_the_course_of_its_loss() -> None:
     made = made_up(Scene(n=2, rounds=1, inner=3))
     rows = list(made.metrics.numbers)
     told = document(replace(made, metrics=replace(made.metrics, rows=rows)))

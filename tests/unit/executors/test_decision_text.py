@@ -71,18 +71,20 @@ STUCK = [end("hang", number) for number in range(4)]
          + AGAIN, "given up: the time for restarts has passed: signal, SIGKILL, after round 41"),
     ],
 )  # fmt: skip
-def test_an_answer_says_what_follows_and_why(ends: Sequence[Outcome], policy: str, line: str, note: str) -> None:
+def test_the_text_of_a_decision_has_the_next_step_and_the_reason(
+    ends: Sequence[Outcome], policy: str, line: str, note: str
+) -> None:
     log, launched = answered(*ends, policy=policy), Restarts.parse(policy)
     assert describe_decision(log[-1], RestartTally(launched, log[:-1]), "otter") == line
     assert describe_wait(log, len(log) - 1, launched, now=11.0) == note
 
 
-def test_a_restart_that_waits_says_for_how_long() -> None:
+def test_a_waiting_restart_shows_its_remaining_time() -> None:
     log = [Decision(kind="restart", rank=3, start={3: 1}, words="signal, SIGKILL", not_before=14.2)]
     assert describe_wait(log, 0, Restarts(), now=10.3) == "restarts in 4 s: signal, SIGKILL"
 
 
-def test_a_restart_that_was_to_wait_a_moment_waits_no_longer_where_the_log_is_ahead() -> None:
+def test_a_restart_waits_no_longer_than_its_own_wait_if_the_clock_of_the_log_is_ahead() -> None:
     log = [Decision(kind="restart", rank=3, start={3: 1}, words="signal, SIGKILL", at=10_810.0, not_before=10_812.0)]
     assert describe_wait(log, 0, Restarts(), now=10.0) == "restarts in 2 s: signal, SIGKILL"
 
@@ -105,7 +107,7 @@ def test_a_restart_that_was_to_wait_a_moment_waits_no_longer_where_the_log_is_ah
         (Decision(kind="policy"), "an entry without the run's key, which has no effect"),
     ],
 )
-def test_what_concerns_the_run_is_a_line_too(entry: Decision, line: str) -> None:
+def test_an_event_of_the_whole_run_is_printed_as_a_line_too(entry: Decision, line: str) -> None:
     assert describe_decision(entry, RestartTally(Restarts()), "otter", alike=range(8)) == line
 
 

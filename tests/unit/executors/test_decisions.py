@@ -94,7 +94,7 @@ def test_a_record_with_other_limits_on_hanging_is_refused(text: str) -> None:
         HangLimits.parse(text)
 
 
-def test_of_two_writers_the_second_computes_again_behind_the_first() -> None:
+def test_the_second_of_two_writers_computes_again_after_the_first() -> None:
     store = MemoryStore()
     first, second = DecisionLog(store, "run"), DecisionLog(store, "run")
     seen = []
@@ -279,7 +279,7 @@ def test_a_log_takes_over_what_another_has_read_only_if_both_have_the_same_key()
     assert signed.read()[0].start == {}
 
 
-def test_what_is_preempted_is_free() -> None:
+def test_a_restart_after_a_preemption_is_free() -> None:
     answer = decide([], end(reason="preempted"), [], Restarts(per_replica=0), FACTS, now=1.0)
     assert answer is not None
     assert (answer.kind, answer.charged, answer.not_before) == ("restart", False, 1.0)

@@ -98,7 +98,7 @@ def test_any_other_form_is_refused_and_the_four_are_named(text: str) -> None:
     ],
 )
 @pytest.mark.usefixtures("workspace")
-def test_what_is_checked_can_be_loaded_and_called(text: str, args: dict[str, int], result: object) -> None:
+def test_a_checked_callable_can_be_loaded_and_called(text: str, args: dict[str, int], result: object) -> None:
     check_entrypoint(text, args)
     assert load_entrypoint(text)(**args) == result
 
@@ -390,7 +390,7 @@ def test_a_file_that_was_prepared_is_compiled_and_not_run(workspace: Path, capsy
 
 
 @pytest.mark.parametrize("source", ["def main(:", None])
-def test_what_is_wrong_with_a_file_is_said_when_it_is_loaded(workspace: Path, source: str | None) -> None:
+def test_a_wrong_settings_file_is_reported_when_it_is_loaded(workspace: Path, source: str | None) -> None:
     path = workspace / "wrong_of_user.py"
     if source is not None:
         path.write_text(source)

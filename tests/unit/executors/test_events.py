@@ -246,7 +246,7 @@ def test_a_record_that_cannot_be_read_is_named_and_costs_no_other(run: MadeUp) -
     ]
 
 
-def test_what_a_rank_was_down_is_told_from_its_ends_and_claims(run: MadeUp) -> None:
+def test_the_downtime_of_a_rank_is_computed_from_its_ends_and_claims(run: MadeUp) -> None:
     running = [ReplicaState(0, 0, ReplicaStatus.RUNNING), ReplicaState(1, 1, ReplicaStatus.RUNNING)]
     found = uptime_document(run.status(*running), 1000.0, run.attempt)
     assert found == {
@@ -368,7 +368,7 @@ def test_a_rank_that_continued_after_its_stacks_is_not_reported_to_hang_independ
 
 
 @pytest.mark.parametrize("ahead_s", CLOCKS.values(), ids=CLOCKS)
-def test_what_was_reported_before_the_stacks_is_no_progress_independent_of_its_clock(
+def test_a_report_from_before_the_stacks_is_not_progress_independent_of_its_clock(
     run: MadeUp, monkeypatch: pytest.MonkeyPatch, ahead_s: float
 ) -> None:
     rank = Suspected(run, monkeypatch, ahead_s)
@@ -385,7 +385,7 @@ def test_a_rank_that_works_again_is_not_reported_to_hang(run: MadeUp, monkeypatc
     assert not rank.may_hang
 
 
-def test_what_was_reported_before_the_stacks_is_no_progress_where_it_came_after_an_outage_of_the_store(
+def test_a_report_from_before_the_stacks_is_not_progress_even_if_it_arrives_after_an_outage(
     run: MadeUp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = Suspected(run, monkeypatch, 0.0)

@@ -54,7 +54,7 @@ def calm_run(seed: int) -> Subject:
 
 
 @pytest.mark.parametrize("seed", CALM)
-def test_the_page_of_a_calm_run_says_of_no_rank_that_it_drifts(seed: int) -> None:
+def test_the_page_of_a_calm_run_reports_no_rank_as_drifting(seed: int) -> None:
     assert drifts(calm_run(seed)) == []
 
 

@@ -133,7 +133,7 @@ def test_following_ends_even_if_a_rank_that_had_ended_continued_for_a_while_unde
     assert has_come_to_end.wait(PATIENCE_S)
 
 
-def test_where_all_are_followed_those_that_are_added_meanwhile_are_too() -> None:
+def test_if_all_ranks_are_followed_added_ranks_are_followed_too() -> None:
     scene = Scene(lambda rank, attempt: Scripted(lambda: [f"{rank}\n"]))
     scene.positions = {0: LogPosition(0, False)}
     lines = follow_logs(scene, None, 5, look_s=0.01)
@@ -200,7 +200,7 @@ def test_attempts_before_the_first_look_are_shown_of_a_rank_that_came_later_or_w
     assert [line for _, _, line in lines if "===" not in line] == ["2, 0\n", "2, 1\n", "2, 2\n"]
 
 
-def test_what_goes_wrong_in_a_thread_is_raised_where_the_lines_are_read() -> None:
+def test_an_error_in_a_thread_is_raised_to_the_reader_of_the_lines() -> None:
     def fail() -> list[str]:
         raise ValueError("not ours")
 

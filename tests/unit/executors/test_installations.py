@@ -33,7 +33,9 @@ def shown(boot: dict[str, Any] | bytes, *, at: float = BEGAN_AT + 40, state: Rep
         ({"what": "einops @ https://example.com/einops.whl"}, "einops, 40 s"),
     ],
 )
-def test_a_pending_replica_says_what_it_installs_and_how_far_it_is(noted: dict[str, Any], words: str) -> None:
+def test_a_pending_replica_shows_the_package_that_it_installs_and_its_progress(
+    noted: dict[str, Any], words: str
+) -> None:
     state = shown({"at": BEGAN_AT, "doing": "installing", **noted})
     assert state.note == f"installing {words}"
     assert state.to_json()["note"] == state.note

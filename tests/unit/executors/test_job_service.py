@@ -61,7 +61,7 @@ class Clock:
         return self.now
 
 
-def test_what_is_asked_for_all_the_time_is_asked_for_at_once_and_then_ever_less_often() -> None:
+def test_a_state_that_is_read_repeatedly_is_requested_at_once_and_then_less_and_less_often() -> None:
     clock = Clock()
     throttle = PollThrottle[str](clock)
     times = []
@@ -153,7 +153,7 @@ def test_a_service_that_lists_no_jobs_gets_fewer_requests_than_a_free_account_ma
         assert most_in(watched(Service, n, 300, together=together), 300) < 600, n
 
 
-def test_what_is_not_asked_for_in_a_look_keeps_the_answer_of_the_last() -> None:
+def test_a_job_that_a_look_does_not_ask_about_keeps_its_last_state() -> None:
     clock = Clock()
     states = JobStatePoller(ListingService(clock), clock)
     for _ in range(10):
@@ -228,7 +228,7 @@ def test_pauses_grow_to_a_limit_and_what_was_rejected_is_not_asked_again() -> No
     assert pauses_before_giving_up(JobServiceError("never", "rejected")) == []
 
 
-def test_a_service_is_left_alone_as_long_as_it_says_and_given_up_when_it_asks_for_too_much() -> None:
+def test_a_pause_that_a_service_asks_for_is_kept_unless_it_is_too_long() -> None:
     for asked_s, patience_s, n_pauses in (
         (25.0, PATIENCE_S, 2),
         (187.0, PATIENCE_S, 0),
@@ -320,7 +320,7 @@ def test_the_ranks_of_an_attempt_are_a_group_whose_name_fits_everywhere() -> Non
     assert JobKey("s3://b/p", "otter", 0, 2).group == f"otter-{JobKey('s3://b/p', 'otter', 0, 2).name.split('-')[1]}-a2"
 
 
-def test_what_jobs_of_a_group_have_in_common_is_all_but_the_rank() -> None:
+def test_jobs_of_a_group_share_everything_except_the_rank() -> None:
     def job(rank: int, **env: str) -> JobSpec:
         return JobSpec(JobKey("s3://b/p", "otter", rank, 0), (), (), {"REPLICA_RANK": str(rank), **env}, {})
 

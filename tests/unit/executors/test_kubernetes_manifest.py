@@ -170,12 +170,12 @@ WITHOUT_A_POD: list[tuple[Any, JobState]] = [
 
 
 @pytest.mark.parametrize(("status", "expected"), PODS)
-def test_each_state_of_a_pod_is_told_as_the_table_says(status: dict[str, Any], expected: JobState) -> None:
+def test_each_state_of_a_pod_is_read_as_in_the_table(status: dict[str, Any], expected: JobState) -> None:
     assert state_of(pod(**status), None, 4) == expected
 
 
 @pytest.mark.parametrize(("of", "expected"), WITHOUT_A_POD)
-def test_without_a_pod_its_job_tells(of: Any, expected: JobState) -> None:
+def test_without_a_pod_the_state_comes_from_its_job(of: Any, expected: JobState) -> None:
     assert state_of(None, of, 4) == expected
 
 
@@ -344,12 +344,12 @@ def test_a_gpu_is_a_limit_and_the_label_of_its_nodes(gpu: Any, options: Any, n: 
         ({"run_as_user": -1}, None, "run_as_user must be a user id from 0 to .*, got run_as_user=-1"),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused_by_name(options: Any, gpu: str | None, problem: str) -> None:
+def test_an_invalid_option_or_gpu_is_refused_by_name(options: Any, gpu: str | None, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         KubernetesJobs(**options).job(jobs(0, gpu=gpu))
 
 
-def test_what_the_schema_and_the_rules_refuse_is_named_with_its_path() -> None:
+def test_a_field_that_the_schema_or_a_rule_refuses_is_named_with_its_path() -> None:
     made = manifest(0)
     spec, pod = made["spec"], made["spec"]["template"]["spec"]
     pod["containers"][0] |= {"imagePolicy": "Always", "command": "python"}

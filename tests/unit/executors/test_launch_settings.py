@@ -121,7 +121,7 @@ def test_a_policy_may_be_a_number() -> None:
     assert read(profile="firm").values["restarts"] == "5/1h,oom=0"
 
 
-def test_an_argument_is_a_text_where_its_annotation_may_explain_it_and_else_what_the_file_says() -> None:
+def test_an_argument_is_a_text_if_its_annotation_may_explain_it_and_otherwise_the_files_value() -> None:
     write("replicas.toml", '[args]\na = "5"\nb = "word"\nc = 5\nd = 0.5\ne = true\nf = nan\ng = {x = 1}\nh = "true"\n')
     values, texts = read().arguments
     assert values.pop("f") != values

@@ -63,14 +63,14 @@ def scene() -> Scene:
     return Scene()
 
 
-def test_a_lease_is_over_when_its_content_has_been_the_same_for_its_time(scene: Scene) -> None:
+def test_a_lease_has_ended_when_its_content_has_not_changed_for_its_duration(scene: Scene) -> None:
     for at in range(5):
         scene.write(holder="one", at=at)
         assert scene.is_over_within(10) is None
     assert scene.is_over_within(10) == 6, "15 minutes after it was first read"
 
 
-def test_a_lease_that_was_never_written_is_over_too(scene: Scene) -> None:
+def test_a_lease_that_was_never_written_ends_too(scene: Scene) -> None:
     assert scene.is_over_within(60) == 15
 
 
@@ -81,14 +81,14 @@ def test_another_holder_continues_with_it(scene: Scene) -> None:
     assert scene.is_over_within(14) is None
 
 
-def test_a_run_that_was_let_go_needs_no_one_until_another_process_takes_it_again(scene: Scene) -> None:
+def test_a_released_run_needs_no_watching_process_until_one_takes_it_again(scene: Scene) -> None:
     scene.write(detached=True)
     assert scene.is_over_within(60) is None
     scene.write(holder="another")
     assert scene.is_over_within(60) == 16
 
 
-def test_looks_that_fail_count_for_nothing(scene: Scene) -> None:
+def test_failed_looks_do_not_count(scene: Scene) -> None:
     scene.write(holder="one", at=1)
     assert scene.is_over_within(5) is None
     scene.is_away(60)

@@ -211,7 +211,7 @@ class Copies(MemoryStore):
         return super().list(prefix)
 
 
-def test_a_copy_of_a_log_is_followed_through_all_it_holds_and_a_hole_between_two_is_said() -> None:
+def test_a_copy_of_a_log_is_followed_completely_and_a_gap_between_two_copies_is_reported() -> None:
     attempt = Attempt(Copies("otter/replicas/0000/0/output.log", [100, 10_000, 60_000, 70_000]), "otter", 0)
     log = CopiedLog(attempt)
     assert [line for part in log.lines(0) for line in part] == []

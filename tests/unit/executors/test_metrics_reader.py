@@ -187,7 +187,7 @@ def test_numbers_that_are_not_finite_or_too_large_are_left_out_and_counted() -> 
     assert [row.not_finite for row in found.numbers] == [(), *[("loss",)] * 5]
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_foreign_segments_are_named_as_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene().segment(NUMBERS).segment({"t": 3, "left_out": 7}, number=3)
     scene.store.put("run/metrics/0000/0/000004.jsonl", b" " * (5 << 20))
     scene.store.put("run/metrics/0000/0/000005.jsonl", b"")

@@ -144,7 +144,7 @@ def test_a_segment_that_cannot_be_written_waits_and_is_reported_once(
     assert told.startswith("replicas: rank 3: measurements wait in memory: ")
 
 
-def test_what_waits_is_bounded_and_what_is_left_out_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_lines_are_bounded_and_dropped_lines_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WAITING_BYTES", 1000)
     monkeypatch.setattr(module, "USAGE_S", 1e9)
     scene = Scene()
@@ -184,7 +184,7 @@ def test_a_number_with_the_name_of_something_else_is_kept_under_another(name: st
     assert scene.lines() == [{"t": 0.0, f"{name}_": 7.0}]
 
 
-def test_what_the_process_uses_is_kept_every_half_minute_and_at_the_end() -> None:
+def test_the_usage_of_a_process_is_recorded_every_half_minute_and_at_the_end() -> None:
     scene = Scene()
     for t in range(70):
         scene.at(t).recorder.look()

@@ -88,7 +88,7 @@ def is_shown() -> bool:
     return any(thread.name == "replicas-show" for thread in threading.enumerate())
 
 
-def test_a_curve_begins_again_where_an_attempt_does_and_stays_small() -> None:
+def test_a_curve_has_a_new_line_for_each_attempt_and_stays_small() -> None:
     curves = Curves()
     assert curves.to_svg() == ""
     for step in range(3 * MAX_POINTS):
@@ -150,7 +150,7 @@ def test_a_cell_is_not_sent_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(sent) == 4, "the first cell, too, shows what the second begins with"
 
 
-def test_a_curve_begins_with_what_was_measured_before_anybody_looked() -> None:
+def test_a_curve_begins_with_measurements_from_before_the_first_look() -> None:
     curves = Curves()
     curves.begin(measured(4.0, 3.0, 2.0))
     curves.add(state({"step": 20, "loss": 2.0}))
@@ -163,7 +163,7 @@ def test_a_curve_begins_with_what_was_measured_before_anybody_looked() -> None:
     "odd",
     [{"step": math.inf, "loss": 1.0}, {"step": 1, "loss": math.nan}, {"loss": 1.0}, {"step": 10**290, "loss": 1.0}],
 )
-def test_what_has_no_place_in_a_curve_is_left_out(odd: dict[str, Any]) -> None:
+def test_values_that_cannot_be_drawn_are_left_out_of_a_curve(odd: dict[str, Any]) -> None:
     curves = Curves()
     for step in (1, 2):
         curves.add(state({"step": step, "loss": 2.0}))

@@ -81,7 +81,7 @@ def test_a_store_that_refuses_is_not_waited_for_as_long_as_one_that_is_away() ->
 
 
 @pytest.mark.parametrize("kind", [CorruptObjectError, UnsafeStoreError])
-def test_what_waiting_does_not_mend_is_asked_for_a_few_more_times(kind: type[StoreError]) -> None:
+def test_a_request_that_waiting_does_not_help_is_repeated_only_a_few_times(kind: type[StoreError]) -> None:
     assert CONTROLLER.limit_for(kind("rotten")) == BRIEF.seconds
 
 

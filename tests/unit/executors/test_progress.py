@@ -71,7 +71,7 @@ def test_a_rank_that_catches_up_with_the_run_is_not_fast_and_one_that_is_always_
     assert pace.steps_per_s(200) == pytest.approx(20, rel=0.1)
 
 
-def test_what_is_left_of_a_run_is_left_of_its_last_rank() -> None:
+def test_the_remaining_time_of_a_run_is_the_longest_of_its_running_ranks() -> None:
     now = state(far(0, 200, 10), far(1, 240, 4), far(2, 400, 10, status=SUCCEEDED), replica(3, PENDING), replica(4))
     assert [each.left_s for each in now.replicas] == [20, 40, None, None, None]
     assert now.progress == Progress(240, 400, 4)
@@ -150,7 +150,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.Captu
     ]
 
 
-def test_what_is_decided_is_said_once_with_a_terminal_and_without(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_decision_is_printed_once_with_and_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     screen = io.StringIO()
     now = replace(state(far(0, 100, 10)), decided=[DecisionLine(1.0, "restarting it\x1b[2J")])
     for view in (

@@ -63,7 +63,7 @@ def test_a_backend_whose_runs_could_not_be_followed_by_its_registered_name_is_re
     assert isinstance(get_executor("support.third_party:PopenExecutor"), PopenExecutor)
 
 
-def test_a_misspelt_backend_is_told_the_nearest_and_all() -> None:
+def test_the_error_for_a_misspelled_backend_names_the_nearest_one_and_all() -> None:
     with pytest.raises(UnknownBackendError) as caught:
         executor_class("locla")
     known = ", ".join(sorted(BUILT_IN))
@@ -85,7 +85,7 @@ def test_options_reach_the_constructor() -> None:
     assert (executor.max_parallel, executor.preload) == (3, ())
 
 
-def test_a_misspelt_option_is_told_the_nearest_and_all() -> None:
+def test_the_error_for_a_misspelled_option_names_the_nearest_one_and_all() -> None:
     with pytest.raises(
         ValueError, match=r"'max_paralel'. Did you mean 'max_parallel'\? Its options: gpus, max_parallel"
     ):

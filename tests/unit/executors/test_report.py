@@ -378,7 +378,7 @@ def test_texts_and_numbers_are_written_for_people() -> None:
 UPLOT, VERSION = ASSETS / "uplot", "1.6.32"
 
 
-def test_the_vendored_uplot_is_what_its_recorded_sha256_says() -> None:
+def test_the_vendored_uplot_has_its_recorded_sha256() -> None:
     lines = [line.split() for line in (UPLOT / "SHA256SUMS").read_text().splitlines()]
     recorded = {name: digest for digest, name in lines}
     found = {

@@ -165,7 +165,7 @@ def test_lines_comments_continuations_and_includes_are_read(tmp_path: Path) -> N
     )
 
 
-def test_what_the_user_names_replaces_our_pin_and_names_are_compared_as_pip_does(tmp_path: Path) -> None:
+def test_a_requirement_of_the_user_replaces_the_projects_pin_and_names_are_compared_like_in_pip(tmp_path: Path) -> None:
     for named in ("torch", "Torch>=2.9", "torch @ https://example.com/t.whl", "TORCH[x] == 2.0"):
         found = requirements_of([named], tmp_path)
         assert found == (*(pin for pin in PINS if not pin.startswith("torch==")), named), named

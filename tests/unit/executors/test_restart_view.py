@@ -95,7 +95,7 @@ DONE = {"status": "succeeded", "result": 7}
 CANCELLED = {"status": "cancelled", "reason": "cancelled", "error": "Replica 0 was ended: stopped by the user."}
 
 
-def test_a_run_is_not_over_between_an_end_and_the_next_claim() -> None:
+def test_a_run_has_not_ended_between_an_end_and_the_next_claim() -> None:
     run = run_of(failed(), DONE)
     assert not run.wait(timeout=0), "nobody has answered"
     add(run, RESTART)
@@ -198,7 +198,7 @@ def test_an_end_that_may_still_stop_the_run_is_not_final() -> None:
     assert run.wait(timeout=0)
 
 
-def test_what_failed_twice_alike_is_given_up_also_before_anybody_writes_it() -> None:
+def test_a_rank_that_failed_twice_alike_counts_as_given_up_before_that_is_written() -> None:
     run = run_of(failed(), DONE, log=[replace(RESTART, fingerprint="f", reached={"step": 7.0})])
     write(view_of(run).store, 0, "started", {"nonce": "again"}, attempt=1)
     end = failed("exception", attempt=1, fingerprint="f", reached={"step": 7}, error="ValueError: no")
@@ -221,7 +221,9 @@ def test_what_failed_twice_alike_is_given_up_also_before_anybody_writes_it() -> 
         (failed("exception", error="ValueError: no"), [CANCEL], "exception: ValueError: no"),
     ],
 )
-def test_a_note_says_what_an_ended_replica_waits_for(end: dict[str, Any], log: Sequence[Decision], note: str) -> None:
+def test_the_note_of_an_ended_replica_names_the_reason_for_its_wait(
+    end: dict[str, Any], log: Sequence[Decision], note: str
+) -> None:
     assert run_of(end, None, log=log).status().replicas[0].note.startswith(note)
 
 
@@ -254,7 +256,9 @@ def test_a_process_that_has_a_supervisor_waits_for_no_one_else() -> None:
 
 @pytest.mark.parametrize("ahead_s", [-3 * HOUR_S, 0.0, 3 * HOUR_S, 80 * 365 * 24 * HOUR_S])
 @pytest.mark.parametrize("is_its_own", [True, False], ids=["by who resumes", "by one before it in the log"])
-def test_a_resume_that_died_is_over_independent_of_the_clock_of_the_log(ahead_s: float, is_its_own: bool) -> None:
+def test_a_resume_whose_process_died_has_ended_independent_of_the_clock_of_the_log(
+    ahead_s: float, is_its_own: bool
+) -> None:
     run, at = run_of(failed(), failed(), restarts=None), time.time() - HOUR_S
     DecisionLog(view_of(run).store, "wide", lambda: at + ahead_s).append(
         lambda log: Decision(kind="policy", hang="2m:3m")
@@ -308,7 +312,7 @@ def test_a_log_that_cannot_be_read_is_named_and_hides_nothing() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_twenty_thousand_decisions_are_told_in_time() -> None:
+def test_twenty_thousand_decisions_are_shown_in_time() -> None:
     run = run_of(failed(), DONE)
     for index in range(20_000):
         view_of(run).store.put(f"wide/decisions/{index:06d}.json", RESTART.to_bytes())
@@ -342,7 +346,7 @@ def test_a_stop_within_no_time_is_refused_by_name(within_s: float) -> None:
         ([CANCELLED, DONE], [], 130),
     ],
 )
-def test_the_exit_code_says_whether_starting_again_helps(
+def test_the_exit_code_shows_whether_starting_again_helps(
     ends: Sequence[dict[str, Any]], log: Sequence[Decision], code: int
 ) -> None:
     run = run_of(*ends, log=log)

@@ -61,7 +61,7 @@ def test_tuples_become_lists_and_one_element_scalars_become_numbers() -> None:
         assert (found, type(found)) == (expected, type(expected)), repr(value)
 
 
-def test_what_is_not_json_is_refused_by_its_path_with_a_way_out() -> None:
+def test_a_value_that_is_not_json_is_refused_with_its_path_and_the_remedy() -> None:
     table: list[tuple[Any, str]] = [
         ({"loss": [1, 2, 3, torch.zeros(2)]}, "result['loss'][3] is a Tensor; "),
         ({"loss": [torch.zeros(2)]}, "current_replica().save_artifact"),

@@ -101,7 +101,7 @@ def test_ends_are_answered(policy: str, ends: list[Outcome], at: tuple[float, ..
     assert told(answers(policy, *ends, at=at)) == expected
 
 
-def test_what_fails_everywhere_before_any_progress_stops_the_run() -> None:
+def test_equal_failures_on_every_backend_before_any_progress_stop_the_run() -> None:
     ends = [end(rank, **BY_ITSELF) for rank in range(4)]
     answer = decide([], ends[0], ends[1:], Restarts(), EARLY, 1.0)
     assert answer is not None
@@ -110,7 +110,7 @@ def test_what_fails_everywhere_before_any_progress_stops_the_run() -> None:
         assert told([decide([], ends[0], other, Restarts(), facts, 1.0)]) == ["restart"]
 
 
-def test_what_fails_on_one_of_several_backends_does_not_stop_those_of_another() -> None:
+def test_failures_on_one_of_several_backends_do_not_stop_the_ranks_of_another() -> None:
     """Two local ranks fail because a module is missing there.
 
     That proves nothing about jobs that still wait in a queue.
@@ -241,7 +241,7 @@ def test_a_kill_of_a_stranger_does_not_explain_an_end_long_after_it(count_all: b
 
 
 @pytest.mark.parametrize("kind", [KeyNotFoundError, CorruptObjectError, UnsafeStoreError])
-def test_what_a_store_answers_comes_again_the_same_way(kind: type[StoreError]) -> None:
+def test_two_equal_permanent_errors_of_a_store_stop_restarts(kind: type[StoreError]) -> None:
     ends = [end(attempt=number, **failure_of(kind("'run/task.json' is not what was written."))) for number in range(2)]
     assert told(answers("9", *ends)) == ["restart", "deterministic"]
 
@@ -288,14 +288,14 @@ def test_a_resume_begins_budgets_and_strikes_again() -> None:
     assert (answer.kind, answer.strikes, answer.start) == ("restart", 1, {0: 3})
 
 
-def test_where_no_one_keeps_anything_a_step_further_than_ever_is_progress() -> None:
+def test_without_saved_state_a_step_further_than_ever_is_progress() -> None:
     log = answers("9", end(reached={"step": 5.0}), end(attempt=1, reached={"step": 5.0}))
     assert [entry.strikes for entry in log] == [0, 1]
     assert made_progress(log, end(attempt=2, reached={"step": 6.0}), [])
     assert not made_progress(log, end(attempt=2, reached={"step": 6.0}), [end(1, saved_marks=1)]), "somebody else does"
 
 
-def test_together_restarts_every_rank_that_is_not_over() -> None:
+def test_together_restarts_every_rank_that_has_not_ended_for_good() -> None:
     log = [
         Decision(kind="give_up", rank=1, ended=0, why="budget"),
         Decision(kind="resume", start={5: 1}),
@@ -323,7 +323,7 @@ def test_nothing_follows_a_stop_or_a_cancel_until_a_resume(bar: Decision) -> Non
     assert is_blocked(resumed, 1) == (bar.rank is None)
 
 
-def test_what_was_decided_before_a_resume_answers_no_end_after_it() -> None:
+def test_a_decision_before_a_resume_does_not_count_for_an_end_after_it() -> None:
     log = [Decision(kind="restart", rank=1, ended=3, start={0: 4, 1: 4}), Decision(kind="resume", start={0: 2})]
     assert decision_on(log, 0, 1) is log[1]
     assert decision_on(log, 0, 2) is None

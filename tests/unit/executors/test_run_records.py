@@ -30,7 +30,7 @@ def test_a_failure_is_named_by_the_line_that_begins_its_exception() -> None:
     assert run.status().replicas[0].note == "exception: ValueError: line one"
 
 
-def test_a_store_that_moved_is_found_where_the_user_says_it_is(tmp_path: Path) -> None:
+def test_a_moved_store_is_found_at_the_address_that_the_user_gives(tmp_path: Path) -> None:
     run = launch(PLAIN, str, 1, rendezvous=tmp_path / "here", run_id="mover")
     assert run.results() == [""]
     (tmp_path / "here").rename(tmp_path / "there")

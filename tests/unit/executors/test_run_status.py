@@ -44,7 +44,7 @@ def test_a_round_that_stands_still_is_reported_once_with_the_command_that_delete
     assert standing(replace(STANDS, round=0)).standstills[0].startswith("The first anchor stands still: ")
 
 
-def test_a_heartbeat_can_name_no_object_but_one_of_a_round_of_its_run() -> None:
+def test_a_heartbeat_can_only_name_objects_of_rounds_of_its_run() -> None:
     """The line advises to delete the object, so it must not name any other object."""
     assert standing(replace(STANDS, key="other/diloco/main/seal/1")).standstills == []
     beat = Beat(5.0, {}, WarningCount(1, "a text", 5.0, STANDS)).to_bytes()
@@ -81,7 +81,7 @@ def run(*statuses: ReplicaStatus, enough: int | None = None, reason: Any = "exce
     return RunStatus("otter", "fake", states, min_replicas=enough)
 
 
-def test_what_may_still_happen_is_said_only_if_fewer_are_enough() -> None:
+def test_ranks_that_may_still_come_are_mentioned_only_if_fewer_are_enough() -> None:
     for statuses, enough, prospects in (
         ((RUNNING, RUNNING, PENDING), None, ""),
         ((RUNNING, RUNNING, PENDING), 2, "started with 2 of 3; 1 may still join"),
@@ -109,7 +109,7 @@ def test_a_replica_that_was_never_started_is_not_an_early_failure_if_fewer_are_e
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, -60.0, 0.0, 3600.0])
-def test_a_replica_is_called_silent_by_the_clock_of_the_process_that_looks_again_whatever_its_own_says(
+def test_a_replica_counts_as_silent_by_the_readers_clock_and_not_by_its_own(
     ahead_s: float,
 ) -> None:
     attempt, now_s, began_at = Attempt(MemoryStore(), "otter", 0), 0.0, time.time() + ahead_s

@@ -162,7 +162,7 @@ def test_a_share_of_fewer_items_than_a_batch_has_takes_is_refused_by_name() -> N
         (7, "got an int"),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused(dataset: Any, message: str) -> None:
+def test_a_data_set_that_cannot_be_split_is_refused(dataset: Any, message: str) -> None:
     for world_size in (1, 2):
         with pytest.raises(TypeError) as caught:
             replica(0, world_size).shard(dataset)

@@ -38,7 +38,7 @@ def in_a_child(act: Callable[[], None]) -> None:
     os.waitpid(pid, 0)
 
 
-def test_what_a_rank_writes_its_supervisor_reads() -> None:
+def test_a_supervisor_reads_the_values_that_its_rank_writes() -> None:
     page = SharedPage()
     page.announce(5.0)
     assert page.outcome_fields() == {
@@ -151,7 +151,7 @@ def test_the_tail_is_the_end_of_what_was_written(sizes: list[int]) -> None:
     assert page.tail() == written[-TAIL_BYTES:].decode()
 
 
-def test_what_is_to_end_a_rank_waits_until_it_leaves_its_atomic_part() -> None:
+def test_the_end_of_a_rank_waits_until_it_leaves_its_atomic_part() -> None:
     replica = replica_with(page := SharedPage())
     outer = replica.atomic()
     outer.__enter__()
@@ -163,7 +163,7 @@ def test_what_is_to_end_a_rank_waits_until_it_leaves_its_atomic_part() -> None:
     assert (page.atomic_since, page.hang_raised_at > 0) == (0, True)
 
 
-def test_a_rank_is_killed_after_its_grace_or_sixty_seconds_later_where_it_is_atomic() -> None:
+def test_a_rank_is_killed_after_its_grace_or_sixty_seconds_later_in_an_atomic_part() -> None:
     page = SharedPage()
     assert page.kill_at(100.0, 5.0) == 105.0
     page.atomic_since = 90.0

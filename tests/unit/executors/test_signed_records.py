@@ -137,7 +137,7 @@ def test_an_inventory_has_the_outcomes_with_the_key_and_names_the_others(store: 
     assert (Inventory() | found).dubious == found.dubious
 
 
-def test_the_word_of_a_service_needs_the_key_as_well(store: MemoryStore) -> None:
+def test_the_record_of_a_services_reason_needs_the_key_too(store: MemoryStore) -> None:
     """A restart after `preempted` is free."""
     attempt = Attempt(store, "otter", 0)
     store.put(attempt.key("service.json"), to_bytes({"reason": "preempted", "error": "forged"}))

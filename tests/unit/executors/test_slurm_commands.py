@@ -70,7 +70,7 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("BOOT_FAIL|None|1", JobState(True, "start_failed", None, "BOOT_FAIL")),
     ],
 )
-def test_each_state_of_a_job_is_reported_in_our_words(answer: Path, row: str, state: JobState) -> None:
+def test_each_state_of_a_job_becomes_a_state_of_this_project(answer: Path, row: str, state: JobState) -> None:
     (answer / "said").write_text(f"184|3|{row}|otter-a0|\n185|N/A|RUNNING|None|0|not an array|\n")
     (found,) = list_jobs("--jobs=184")
     assert (found.array, found.task, found.name) == ("184", 3, "otter-a0")
@@ -128,7 +128,7 @@ def test_a_job_that_is_not_known_is_none_and_is_not_an_error_to_end(answer: Path
         cancel("184", 3)
 
 
-def test_without_slurm_it_is_said_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_slurm_the_error_names_the_missing_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MissingDependencyError, match="no 'sbatch' on the PATH"):
         ask("sbatch")
@@ -138,7 +138,9 @@ def test_without_slurm_it_is_said_what_is_missing(tmp_path: Path, monkeypatch: p
         SlurmExecutor()
 
 
-def test_nothing_of_a_surrounding_job_and_no_default_of_a_command_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_variable_of_a_surrounding_job_and_no_default_of_a_command_is_passed_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     of_others = ("SLURM_JOB_ID", "SLURM_NTASKS", "SQUEUE_STATES", "SCANCEL_INTERACTIVE", "REPLICA_RANK")
     dropped = (*of_others, "SBATCH_CLUSTERS", "SBATCH_ERROR", "SBATCH_INPUT", "SBATCH_WAIT")
     kept = ("SLURM_CONF", "SLURM_JWT", "SBATCH_PARTITION", "REPLICAS_RENDEZVOUS", "MINE")
@@ -199,7 +201,7 @@ def test_a_controller_that_falls_silent_after_sbatch_starts_no_second_array(answ
     assert (answer / "asked").read_text().count("\n") == 1
 
 
-def test_slurm_is_checked_with_the_time_that_is_asked_for(answer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_is_checked_with_the_requested_time_limit(answer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half an hour, and what the jobs of a launch have beside it; or the half hour alone where there is no more."""
     monkeypatch.setattr(SlurmJobs, "_cluster", "here")
     refuses = f'echo "$*" >> {answer}/asked\ncase "$*" in *--time={"{}"}*) echo refused >&2; exit 1; esac\necho 184\n'

@@ -107,7 +107,7 @@ def test_a_start_that_fails_before_a_backend_was_asked_asks_no_service(error: Ba
     assert started("lease.start", error) == ["prepare", "lease.start", "lease.end", "undo []"]
 
 
-def test_an_interrupted_start_ends_jobs_first_then_tells_the_store_and_then_cancels_what_was_started() -> None:
+def test_an_interrupted_start_first_ends_jobs_then_writes_to_the_store_and_then_cancels_replicas() -> None:
     events = started("start [2]", KeyboardInterrupt())
     asked = events[events.index("start [2]") + 1 :]
     assert asked[:3] == ["lease.end", "end jobs of [0, 1, 2]", "undo [0, 1]"]

@@ -154,7 +154,7 @@ def test_a_replica_can_die_before_a_call_or_after_one_that_was_done(full: Memory
         assert len(seen) == expected, key
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_values_are_refused() -> None:
     rates: dict[str, dict[str, Any]] = {
         "lost must be a rate from 0 to 1": {"lost": 2},
         "error must be a rate": {"error": -0.1},

@@ -109,7 +109,7 @@ def test_the_folder_of_a_run_is_for_its_user_alone_unless_a_group_shares_the_dir
     assert stat.S_IMODE((root / "run").stat().st_mode) == folder_mode
 
 
-def test_objects_are_readable_as_the_users_umask_says(root: Path) -> None:
+def test_the_users_umask_decides_who_can_read_objects(root: Path) -> None:
     before = os.umask(0o027)
     try:
         store = open_store(root)
@@ -159,7 +159,7 @@ def test_unfinished_files_are_never_objects(root: Path) -> None:
     assert [entry.key for entry in store.list("")] == ["run/.unfinished~"], "only names at the top are hidden"
 
 
-def test_a_directory_has_nothing_but_its_objects_when_they_are_written(either: FileStore) -> None:
+def test_a_directory_has_only_its_objects_after_they_are_written(either: FileStore) -> None:
     """A folder for hidden files would belong to the first writer, and other users could not write there."""
     either.put("run/a", b"x")
     assert either.put_if_absent("run/b", b"x")

@@ -36,13 +36,13 @@ def error_of(code: str, status: int, verb: str = "read") -> StoreError:
 
 
 @pytest.mark.parametrize(("code", "status"), DEAD)
-def test_with_credentials_that_are_of_no_use_nothing_can_be_written_whatever_was_asked(code: str, status: int) -> None:
+def test_invalid_credentials_make_a_store_unwritable_for_every_call(code: str, status: int) -> None:
     for verb in ("create", "write", "read", "list", "delete"):
         assert type(error_of(code, status, verb)) is UnwritableStoreError, verb
 
 
 @pytest.mark.parametrize(("code", "status"), [("SlowDown", 503), ("AccessDenied", 403), ("NoSuchBucket", 404)])
-def test_a_read_that_is_refused_says_nothing_of_writing(code: str, status: int) -> None:
+def test_the_error_of_a_refused_read_does_not_mention_writing(code: str, status: int) -> None:
     assert type(error_of(code, status)) is StoreError
 
 
@@ -86,7 +86,7 @@ def test_a_replica_whose_credentials_have_expired_does_not_wait_for_its_store(mo
         *((code, status, "credentials") for code, status in DEAD),
     ],
 )
-def test_an_error_says_whether_waiting_alone_may_help(code: str, status: int, refusal: str) -> None:
+def test_an_error_shows_whether_waiting_may_help(code: str, status: int, refusal: str) -> None:
     error = error_of(code, status, "write")
     assert error.refusal == refusal
     for each in (START, ROUND, OUTCOME, SUPERVISOR, CONTROLLER, FOLLOWER):

@@ -54,7 +54,7 @@ def test_an_object_that_comes_between_two_waits_is_not_missed(store: Store, watc
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
-def test_a_wait_is_a_sleep_where_no_more_watches_are_available(
+def test_a_wait_is_a_sleep_if_no_more_watches_are_available(
     store: Store, watch: Watch, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(path: Path, mask: int) -> int:

@@ -60,7 +60,7 @@ class Unconnected:
         raise AttributeError(name)
 
 
-def test_what_has_no_readable_source_travels_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_without_readable_source_is_pickled_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Holder:
         client = Unconnected()
 
@@ -107,7 +107,7 @@ class Mode(StrEnum):
     FAST = "fast"
 
 
-def test_what_holds_no_placeholder_is_passed_on_as_the_very_same_object() -> None:
+def test_an_argument_without_a_placeholder_is_passed_on_as_the_same_object() -> None:
     given: dict[str, Any] = {
         "deep": [{"text": "$$ $HOME"}, (1, [Mode.FAST])],
         "mixed": [["${rank}"], ["none"]],
@@ -243,7 +243,7 @@ def test_a_callable_that_does_not_take_the_arguments_is_refused_before_anything_
     assert not list(store.list(""))
 
 
-def test_what_cannot_be_pickled_is_refused_by_name_with_a_way_out() -> None:
+def test_an_object_that_cannot_be_pickled_is_refused_by_name_with_the_remedy() -> None:
     lock = threading.Lock()
     with pytest.raises(EntrypointError, match=r"cannot be pickled.*train\.py:main"):
         create_run(MemoryStore(), "r", lambda: lock, {}, 1, backend="local")
@@ -292,7 +292,7 @@ def test_a_pickle_of_another_python_is_refused_by_name_before_unpickling() -> No
     assert str(caught.value).endswith("Use the same version, or an importable entrypoint.")
 
 
-def test_run_json_is_readable_json_that_tells_who_what_and_when() -> None:
+def test_run_json_has_the_user_the_entrypoint_and_the_time() -> None:
     store = MemoryStore()
     create_run(store, "r", add, {"a": 1}, 3, backend="local")
     record = json.loads(bytes(store.get("r/run.json")))

@@ -46,7 +46,7 @@ def test_the_quotas_of_control_groups_are_found(
     assert _cpu_quotas(tmp_path / "groups", tmp_path / "own") == quotas
 
 
-def test_what_the_service_says_counts_where_it_is_a_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_services_number_of_cores_counts_if_it_gives_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CPU_CORES", raising=False)
     here = usable_cores()
     for said, cores in (("1", 1), ("1.5", 1), ("0.25", 1), ("10000", here), ("", here), ("many", here), ("-3", here)):

@@ -12,7 +12,7 @@ from executors.backends.jobs.service import JobServiceError
 from executors.backends.modal_client import WaitingCalls
 
 
-def test_a_call_that_is_interrupted_again_still_ends_what_it_had_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_is_interrupted_again_still_ends_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("executors.backends.modal_client.ON_ITS_WAY_S", 0.0)
     calls, has_begun, is_ending, again = WaitingCalls(), threading.Event(), threading.Event(), threading.Event()
     ended = []

@@ -59,7 +59,7 @@ def content(package: Package, name: str) -> bytes:
 # Files in the snapshot
 
 
-def test_what_git_tracks_or_would_take_in_travels_and_nothing_else(root: Path) -> None:
+def test_only_files_that_git_tracks_or_would_track_are_in_the_snapshot(root: Path) -> None:
     write(root, new_dot_py="", ignored_dot_txt="", data__big="", pkg__ignored_dot_txt="")
     workspace = snapshot_workspace(root)
     assert workspace.files == (".gitignore", "new.py", "pkg/mod.py", "train.py")
@@ -88,7 +88,7 @@ def test_both_our_packages_travel_whole_and_without_caches(root: Path) -> None:
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 
-def test_without_a_repository_all_but_hidden_caches_and_environments_travels(tmp_path: Path) -> None:
+def test_without_a_repository_hidden_files_caches_and_environments_are_not_packed(tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     write(folder, a_dot_py="", sub__b_dot_py="", _dot_hidden__c="", _dot_rc="")
     write(folder, my_env__pyvenv_dot_cfg="", my_env__lib__e_dot_py="", node_modules__f_dot_js="")
@@ -100,7 +100,9 @@ def test_without_a_repository_all_but_hidden_caches_and_environments_travels(tmp
     assert (workspace.commit, workspace.dirty) == (None, None)
 
 
-def test_without_git_all_but_hidden_files_travels(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_git_only_hidden_files_are_not_packed(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     workspace = snapshot_workspace(root)
     assert (workspace.files, workspace.commit, workspace.dirty) == (("pkg/mod.py", "train.py"), None, None)
@@ -128,7 +130,7 @@ def test_a_submodule_travels_and_one_that_is_not_checked_out_is_named(root: Path
     assert workspace.left_out == ("absent (a submodule that is not checked out)",)
 
 
-def test_what_git_refuses_to_list_is_an_error_and_not_half_a_workspace(root: Path) -> None:
+def test_a_workspace_that_git_refuses_to_list_is_an_error(root: Path) -> None:
     (root / ".git" / "index").write_bytes(b"not an index")
     with pytest.raises(EntrypointError, match=r"cannot be listed. git printed: .*index"):
         snapshot_workspace(root)
@@ -202,7 +204,9 @@ def test_modes_are_reduced_and_owners_and_times_are_nobodys(root: Path) -> None:
 # Secrets
 
 
-def test_what_may_hold_a_secret_stays_and_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_may_have_a_secret_are_not_packed_and_are_named(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     kept = {"cert.pem": "-----BEGIN CERTIFICATE-----\n", ".env.example": "TOKEN=", "notes.key": "C major"}
     secret = {
         ".env": "TOKEN=hunter2",
@@ -238,7 +242,7 @@ def test_equal_files_give_an_equal_digest_wherever_and_whenever(root: Path, tmp_
     assert snapshot_workspace(root).sha256 != snapshot_workspace(copy).sha256
 
 
-def test_the_commit_is_told_and_whether_the_files_differ_from_it(root: Path, tmp_path: Path) -> None:
+def test_the_commit_is_recorded_and_whether_the_files_differ_from_it(root: Path, tmp_path: Path) -> None:
     clean = snapshot_workspace(root)
     assert (clean.commit, clean.dirty) == (git(root, "rev-parse", "HEAD"), False)
     (root / "train.py").write_text("x = 2")
@@ -366,7 +370,7 @@ def test_folders_of_the_workspace_on_the_path_are_reported(root: Path, monkeypat
 # The run's records
 
 
-def test_a_run_tells_of_its_code_and_has_it_in_its_task(root: Path) -> None:
+def test_the_record_and_the_task_of_a_run_name_its_code(root: Path) -> None:
     store = MemoryStore()
     package = make_package("train.py:main", root=root, pip=["attrs==1.0"])
     create_run(store, "r", "train.py:main", {}, 1, backend="cloud", package=package)
