@@ -30,7 +30,7 @@ def bring_back(run_id: str) -> Run:
     return run
 
 
-def test_the_attempt_of_a_rank_is_killed_where_the_spec_says_and_no_other(folder: Folder) -> None:
+def test_chaos_kills_only_the_attempt_and_place_of_its_spec(folder: Folder) -> None:
     later = "kill:rank=1,at=outcome,attempt=1"
     shown = folder.launch("job:main", "--chaos", KILL, "--dry-run").json
     assert shown["run.json"]["settings"]["chaos"] == shown["request"]["spec"]["settings"]["chaos"] == [KILL]

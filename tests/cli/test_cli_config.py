@@ -37,7 +37,7 @@ def file(here: HereInstead) -> Path:
     return path
 
 
-def test_a_profile_alone_launches_a_run_whose_record_says_where_everything_comes_from(
+def test_a_profile_alone_launches_a_run_and_its_record_has_the_origin_of_each_setting(
     here: HereInstead, file: Path
 ) -> None:
     result = here.replicas("launch", "--profile", "laptop", "--arg", "steps=7", "--json")

@@ -27,7 +27,7 @@ def test_doctor_shows_facts_and_finds_this_machine_well(here: HereInstead, tmp_p
     assert not [path for path in (tmp_path / "there").iterdir() if path.name.startswith("doctor")]
 
 
-def test_doctor_says_what_is_wrong_and_what_to_do(
+def test_doctor_names_each_problem_and_its_remedy(
     here: HereInstead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()

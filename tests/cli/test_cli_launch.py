@@ -110,7 +110,9 @@ def test_only_time_limits_make_exit_code_124(here: HereInstead) -> None:
     assert "failed (timeout)" in result.stdout
 
 
-def test_what_starting_again_does_not_help_makes_exit_code_93_and_reports_the_reason(here: HereInstead) -> None:
+def test_a_failure_that_a_new_start_does_not_help_makes_exit_code_93_and_its_reason_is_printed(
+    here: HereInstead,
+) -> None:
     result = here.launch("job:fail", "--arg", "ranks=[0, 1]", "--restarts", "3", "--run-id", "mine", n=2)
     assert result.code == 93, result
     why = "stopped: ranks 0-1 failed the same way before their first step: RuntimeError: it went wrong"

@@ -156,7 +156,7 @@ def test_as_json_a_rank_that_lacks_the_attempt_is_left_out_and_one_look_is_of_al
         assert looks == [[0, 1]]
 
 
-def test_all_that_is_found_in_a_long_log_is_shown_and_what_is_left_out_of_many_lines_is_said(
+def test_all_matching_lines_of_a_long_log_are_shown_and_omitted_lines_are_counted(
     bars: HereInstead, local: LocalProcessExecutor, state_home: Path
 ) -> None:
     assert launch(local, "bars:fail_once", 1, run_id="mine").wait(60)

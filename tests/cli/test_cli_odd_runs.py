@@ -102,7 +102,7 @@ def shared_with_a_group(folder: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 @pytest.mark.parametrize("locked", ["runs", "runs/mine", "runs/mine/replicas/0000/0/output.log"])
-def test_what_belongs_to_another_user_is_said_to(
+def test_the_error_names_a_folder_that_belongs_to_another_user(
     here: HereInstead, local: LocalProcessExecutor, tmp_path: Path, locked: str
 ) -> None:
     shared_with_a_group(tmp_path / "runs")
@@ -170,7 +170,9 @@ def test_a_home_that_may_not_be_entered_is_reported_with_what_to_set(
         )
 
 
-def test_a_user_without_a_home_is_told_what_to_set(here: HereInstead, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_user_without_a_home_names_the_variable_to_set(
+    here: HereInstead, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a number that no system knows, in a container or a unit that sets no HOME."""
     without_a_home(monkeypatch)
     for verb in NEED_A_HOME:

@@ -130,7 +130,7 @@ def test_elsewhere_one_line_comes_after_a_while(
         eventually(lambda: "Preparing late …\n" in capfd.readouterr().err)
 
 
-def test_a_note_says_how_far_a_launch_is() -> None:
+def test_a_note_shows_the_progress_of_a_launch() -> None:
     with preparing("mine"):
         note = find_preparation("mine")
         assert note is not None

@@ -46,7 +46,7 @@ def test_a_file_that_cannot_be_written_is_named(here: HereInstead, failed: str, 
     assert here.replicas("report", "other").code == 2
 
 
-def test_a_page_of_a_run_that_continues_says_as_of_when(
+def test_the_page_of_a_running_run_shows_the_time_of_its_data(
     here: HereInstead, local: LocalProcessExecutor, tmp_path: Path
 ) -> None:
     with launch(local, "job:hang", 2, run_id="live") as run:

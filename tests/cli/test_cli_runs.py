@@ -329,7 +329,7 @@ def test_collect_names_a_log_that_cannot_be_read_and_reports_that_by_its_exit_co
     assert (here.folder.path / "out" / "1" / "output.log").read_text() == "saved\n"
 
 
-def test_collect_says_by_its_exit_code_that_an_artifact_cannot_be_read(
+def test_the_exit_code_of_collect_shows_that_an_artifact_cannot_be_read(
     here: HereInstead, local: LocalProcessExecutor, state_home: Path
 ) -> None:
     ended(local, "keep", 2)

@@ -128,7 +128,7 @@ def test_hydra_finds_its_configuration_beside_the_file_and_an_output_folder_per_
     assert "no_such" in wrong.stdout
 
 
-def test_an_error_from_options_parsed_at_import_says_where_options_go(user: HereInstead) -> None:
+def test_the_error_for_options_that_are_parsed_at_import_explains_where_to_put_them(user: HereInstead) -> None:
     result = user.launch("at_import.py")
     assert result.code == 2
     assert "the following arguments are required: --data" in result.stderr
@@ -137,7 +137,7 @@ def test_an_error_from_options_parsed_at_import_says_where_options_go(user: Here
     assert (result.code, user.replicas("logs", "mine").stdout) == (0, ""), "as python would: nothing calls main"
 
 
-def test_an_error_from_a_script_option_among_ours_says_where_options_go(user: HereInstead) -> None:
+def test_the_error_for_a_misplaced_script_option_explains_where_to_put_it(user: HereInstead) -> None:
     for given in (["--lr", "0.5"], ["5"]):
         result = user.launch("argparse_main.py", *given)
         assert result.code == 2

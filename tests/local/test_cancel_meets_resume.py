@@ -55,7 +55,7 @@ def ran(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if "-" in path.name)
 
 
-def test_what_a_resume_starts_after_a_cancel_runs_none_of_the_users_code(
+def test_an_attempt_that_a_resume_starts_after_a_cancel_runs_no_user_code(
     failed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CancelledInAResume, "is_armed", True)

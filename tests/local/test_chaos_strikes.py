@@ -24,7 +24,7 @@ def is_in(pid: int, state: str) -> bool:
     return fields[0] == state and int(fields[11]) >= 20 * (state == "R")
 
 
-def test_a_replica_hangs_in_the_way_that_its_spec_says() -> None:
+def test_chaos_lets_a_replica_hang_in_the_way_of_its_spec() -> None:
     expected = {"gil": "S", "lock": "S", "spin": "R", "loop": "R", "stop": "T"}
     assert expected.keys() == HANGS.keys()
     pids = {}
@@ -45,7 +45,7 @@ def test_a_replica_hangs_in_the_way_that_its_spec_says() -> None:
             os.waitpid(pid, 0)
 
 
-def test_a_replica_ends_in_the_way_that_its_spec_says() -> None:
+def test_chaos_ends_a_replica_in_the_way_of_its_spec() -> None:
     ends = {"raise": ("no_result", 1), "exit": ("no_result", 75), "oom": ("oom", -9)}
     try:
         small_memory()

@@ -100,7 +100,7 @@ def test_a_notice_of_the_containers_end_runs_finally_and_is_in_the_outcome(
     assert reported(spec) == [{"step": 7}]
 
 
-def test_a_service_that_tells_every_process_to_end_is_named(site: StandaloneScene) -> None:
+def test_a_service_that_signals_every_process_is_named_in_the_outcome(site: StandaloneScene) -> None:
     spec, process = site.start("waits", within=["env", f"{SERVICE}=Slurm", f"{NOTICE_S}=25"])
     wait_for_line(process, "waiting")
     for pid in (process.pid, *descendants(process.pid)):
@@ -167,7 +167,7 @@ def test_the_kernel_takes_the_replica_before_its_supervisor(site: StandaloneScen
     assert outcome_of(spec).result[0] == str(min(1000, own + 500))
 
 
-def test_where_no_processes_and_control_groups_can_be_seen_a_replica_runs_and_comes_back(
+def test_a_replica_runs_and_restarts_even_if_processes_and_control_groups_are_hidden(
     site: StandaloneScene, s3: S3Server
 ) -> None:
     hide = 'mount -t tmpfs none /proc && mount -t tmpfs none /sys && exec "$@"'

@@ -53,7 +53,7 @@ def shared() -> Iterator[Path]:
     shutil.rmtree(root, ignore_errors=True)
 
 
-def test_another_users_directory_can_be_read_and_says_what_it_forbids(shared: Path) -> None:
+def test_another_users_directory_can_be_read_and_the_error_of_a_write_names_the_reason(shared: Path) -> None:
     play("of_another_user", shared)
 
 

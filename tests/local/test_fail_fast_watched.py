@@ -26,7 +26,7 @@ MIXED = (
 )
 
 
-def test_where_no_one_else_does_it_the_one_who_waits_ends_the_run(
+def test_the_waiting_process_ends_the_run_if_no_other_process_does(
     third_party: PopenExecutor, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = launch(third_party, "support.tasks:fail_or_hang", 3, args={"rank": 1}, fail_fast=True)
@@ -38,7 +38,7 @@ def test_where_no_one_else_does_it_the_one_who_waits_ends_the_run(
     assert view_of(attach(run.run_id)).record.settings.fail_fast
 
 
-def test_fail_fast_ends_the_others_although_the_store_failed_when_they_were_to_be_told(
+def test_fail_fast_ends_the_others_although_the_store_failed_at_first(
     third_party: PopenExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request_cancel, failures = Attempt.request_cancel, iter([StoreError("no answer")] * 2)
@@ -100,7 +100,7 @@ def test_a_process_that_waits_is_reported_it_once(
     )
 
 
-def test_no_one_is_said_to_train_on_where_all_fail_one_after_the_other() -> None:
+def test_no_rank_is_reported_to_continue_if_all_ranks_fail_one_after_another() -> None:
     failed, running = ReplicaStatus.FAILED, ReplicaStatus.RUNNING
     states = [ReplicaState(rank, 0, failed, Outcome(rank, 0, failed, "exception")) for rank in (0, 1)]
     now = RunStatus("otter", "local", [*states, *(ReplicaState(rank, 0, running) for rank in (2, 3))])

@@ -375,7 +375,7 @@ def test_a_rank_that_stays_in_an_atomic_part_is_ended_anyway(monkeypatch: pytest
     assert (rank.exit_code, rank.reports[-1].is_kill) == (-signal.SIGKILL, True)
 
 
-def test_an_outcome_says_how_far_its_attempt_came_and_what_another_alike_has_in_common(
+def test_an_outcome_has_the_progress_of_its_attempt_and_a_fingerprint_of_its_failure(
     local: LocalProcessExecutor,
 ) -> None:
     def fail_at_a_step(step: int) -> None:

@@ -117,7 +117,7 @@ def test_from_python_a_run_that_cannot_be_read_is_one_kind_of_error(directory: O
         python_api(directory)
 
 
-def test_what_has_no_run_id_is_not_a_run(victim: Victim, moto: S3Server) -> None:
+def test_a_key_without_a_legal_run_id_is_not_a_run(victim: Victim, moto: S3Server) -> None:
     owner = OwnsBucket(moto)
     write_good_run(owner)
     for key in ("Bad Name/run.json", "..../run.json", "-x/run.json", "run.json", "\x1b[31m/run.json"):

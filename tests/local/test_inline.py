@@ -62,7 +62,7 @@ def test_a_look_from_another_thread_does_not_end_an_inline_run_that_begins(monke
     assert found == ["pending"]
 
 
-def test_what_the_entrypoint_raises_is_its_outcome_and_a_debugger_finds_it(
+def test_an_exception_of_the_entrypoint_becomes_its_outcome_and_reaches_a_debugger(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.last_exc", ValueError("an older one"), raising=False)
@@ -96,7 +96,7 @@ def test_ctrl_c_is_passed_on_and_the_run_is_cancelled() -> None:
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_what_the_entrypoint_raises_is_passed_on_although_its_store_takes_nothing(
+def test_an_exception_of_the_entrypoint_is_passed_on_although_its_store_refuses_writes(
     kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def entrypoint() -> None:
@@ -162,7 +162,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_it_cannot_do_is_refused_by_name(state_home: Path) -> None:
+def test_unsupported_settings_are_refused_by_name(state_home: Path) -> None:
     for given, message in REFUSED:
         changed: Any = {"n": 1, **given}
         with pytest.raises(ValueError) as caught:
@@ -233,7 +233,7 @@ def test_its_json_is_one_document_although_the_entrypoint_prints(here: HereInste
     assert (result.json["exit_code"], "printed" in result.stderr) == (0, True)
 
 
-def test_the_command_says_how_it_ended_even_if_it_was_to_be_detached(here: HereInstead) -> None:
+def test_the_command_prints_how_an_inline_run_ended_even_with_detach(here: HereInstead) -> None:
     (here.folder.path / "broken.py").write_text("def main():\n    raise ValueError('x')\n")
     result = here.replicas("launch", "broken.py", "--n", 1, "--backend", "inline", "--detach")
     assert result.code == 1, result

@@ -47,7 +47,7 @@ def all_end(pids: list[int]) -> None:
 # --- signals and memory
 
 
-def test_a_signal_is_named_with_its_number_and_the_last_words_are_kept(local: LocalProcessExecutor) -> None:
+def test_a_signal_is_named_with_its_number_and_the_last_output_is_kept(local: LocalProcessExecutor) -> None:
     numbers = [int(number) for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGUSR1, signal.SIGHUP)]
     numbers.append(signal.SIGRTMIN + 7)  # this signal has no name
     n = len(numbers)
@@ -148,7 +148,7 @@ def test_a_replica_without_a_free_descriptor_left_reports_that_in_its_outcome(
     assert outcome.reported == {"step": 7}
 
 
-def test_what_a_replica_raised_is_recorded_before_its_objects_end(local: LocalProcessExecutor) -> None:
+def test_the_exception_of_a_replica_is_recorded_before_its_objects_are_deleted(local: LocalProcessExecutor) -> None:
     def entrypoint() -> None:
         class Crashes:
             def __del__(self) -> None:

@@ -83,7 +83,9 @@ def test_every_form_of_an_entrypoint_is_called(
     assert "job" not in sys.modules
 
 
-def test_what_cannot_be_called_is_refused_before_anything_starts(local: LocalProcessExecutor, project: Path) -> None:
+def test_an_entrypoint_that_cannot_be_called_is_refused_before_anything_starts(
+    local: LocalProcessExecutor, project: Path
+) -> None:
     sources = {
         "raising": "def train(): ...\n\nraise RuntimeError('at import')\n",
         "broken": "def train(): ...\n\nthis is not python\n",
@@ -179,7 +181,7 @@ def test_a_module_changed_between_two_launches_is_read_again(local: LocalProcess
         assert launch(local, "changing:train", 1).results() == [number]
 
 
-def test_what_a_user_module_raises_when_called_has_its_traceback_and_no_frames_of_this_project(
+def test_an_exception_of_a_user_module_has_its_traceback_without_frames_of_this_project(
     local: LocalProcessExecutor, project: Path
 ) -> None:
     (project / "dividing.py").write_text("def train():\n    return 1 / 0\n")

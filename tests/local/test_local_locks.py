@@ -27,7 +27,9 @@ from executors.testing import eventually
 from executors.testing.executor_contract import task
 
 
-def test_the_kernel_says_who_watches_over_a_replica(local: LocalProcessExecutor, state_home: Path) -> None:
+def test_the_supervisor_of_a_replica_is_found_by_the_kernels_locks(
+    local: LocalProcessExecutor, state_home: Path
+) -> None:
     with launch(local, task("hang"), 2, run_id="mine") as run:
         folder = state_home / "replicas" / "mine"
         supervisor = view_of(run).reader.handles.of(0).metadata["supervisor_pid"]
@@ -41,7 +43,7 @@ def test_the_kernel_says_who_watches_over_a_replica(local: LocalProcessExecutor,
         assert not wake(folder, 0, 0)
 
 
-def test_what_a_supervisor_forks_does_not_hold_its_locks(tmp_path: Path) -> None:
+def test_a_process_that_a_supervisor_forks_does_not_hold_its_locks(tmp_path: Path) -> None:
     descriptor = open_locks(tmp_path)
     for rank in (0, 3):
         hold(descriptor, rank, 2)

@@ -20,7 +20,7 @@ from executors.errors import EntrypointError
 from executors.testing import eventually
 
 
-def test_what_an_entrypoint_returns_comes_back_or_is_refused(local: LocalProcessExecutor) -> None:
+def test_the_result_of_an_entrypoint_is_returned_or_refused(local: LocalProcessExecutor) -> None:
     values = [
         {"a": [1, -2.5, 1e300, True, None, "ä\n🦦\0"], "": {}, "nested": {"deep": [[[]]]}, "big": 2**70},
         None,

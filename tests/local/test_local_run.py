@@ -31,7 +31,7 @@ from executors.testing import eventually
 from executors.testing.executor_contract import task
 
 
-def test_waiting_tells_whether_all_have_ended(local: LocalProcessExecutor) -> None:
+def test_wait_returns_whether_all_replicas_have_ended(local: LocalProcessExecutor) -> None:
     run = launch(local, task("hang_on"), 2, args={"rank": 1})
     assert run.wait(timeout=0) is False
     assert run.wait(timeout=0.2) is False
@@ -83,7 +83,7 @@ def test_outcomes_never_raise_and_tell_what_is_known(local: LocalProcessExecutor
     assert [str(outcome.status) for outcome in run.outcomes()] == ["succeeded", "cancelled"]
 
 
-def test_an_outcome_tells_who_when_and_where(local: LocalProcessExecutor) -> None:
+def test_an_outcome_has_the_rank_the_attempt_the_process_and_the_times(local: LocalProcessExecutor) -> None:
     run = launch(local, tasks.rank, 1)
     pid = pid_of(run.handles[0])
     run.wait()
@@ -219,7 +219,7 @@ def test_two_runs_at_the_same_time_stay_apart(local: LocalProcessExecutor) -> No
         assert [result["args"]["number"] for result in run.results()] == [number] * 2
 
 
-def test_of_two_launches_with_one_id_exactly_one_wins(local: LocalProcessExecutor) -> None:
+def test_exactly_one_of_two_launches_with_the_same_id_wins(local: LocalProcessExecutor) -> None:
     ends: list[Any] = []
 
     def go(number: int) -> None:
@@ -324,7 +324,7 @@ def test_the_keys_of_a_run_are_those_of_the_documentation(local: LocalProcessExe
     ]
 
 
-def test_the_record_of_a_run_says_who_what_when(local: LocalProcessExecutor) -> None:
+def test_the_record_of_a_run_has_its_user_its_entrypoint_and_its_time(local: LocalProcessExecutor) -> None:
     run = launch(local, task("echo"), 2, args={"a": 1}, env={"TOKEN": "hunter2"}, seed=3)
     run.wait()
     record = view_of(run).record

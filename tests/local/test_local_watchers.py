@@ -154,7 +154,7 @@ def test_a_preload_that_was_mended_is_imported_by_the_next_launch(
     [("support.tasks:rank", 0), (tasks.rank, 0), (tasks.rank, 1), (tasks.rank, 2)],
     ids=["a check", "a guard", "a supervisor", "a rank"],
 )
-def test_a_machine_without_room_for_another_process_is_said_to_have_none(
+def test_the_error_of_a_machine_without_room_for_another_process_names_the_limit(
     preloaded: Callable[[str], LocalProcessExecutor], entrypoint: Any, left: int
 ) -> None:
     lines = f"""
@@ -191,7 +191,7 @@ def test_a_launcher_without_room_for_a_zygote_reports_that(
         ("import os; os._exit(3)", "ended with exit code 3. Perhaps by what it imports: json, test_how"),
     ],
 )
-def test_how_a_zygote_ended_that_could_not_report_that_is_reported(
+def test_the_end_of_a_zygote_that_left_no_message_is_reported(
     preloaded: Callable[[str], LocalProcessExecutor], lines: str, said: str
 ) -> None:
     with pytest.raises(BackendError, match=f"The process that forks replicas {said}"):
@@ -227,7 +227,7 @@ def test_a_fork_of_the_launcher_can_launch_as_well(local: LocalProcessExecutor, 
 # --- the supervisor
 
 
-def test_a_killed_supervisor_ends_its_replicas_and_they_are_told_as_lost(
+def test_a_killed_supervisor_ends_its_replicas_and_they_count_as_lost(
     local: LocalProcessExecutor, tmp_path: Path
 ) -> None:
     folder = tmp_path / "pids"
@@ -270,7 +270,7 @@ def test_a_supervisor_killed_with_its_replicas_or_before_some_started_is_found_o
     assert [(row["status"], row["reason"]) for row in rows] == [("failed", "lost")] * 2
 
 
-def test_what_ended_before_its_supervisor_was_killed_keeps_its_result_and_the_rest_can_be_cancelled(
+def test_ranks_that_ended_before_their_supervisor_was_killed_keep_their_results_and_others_can_be_cancelled(
     local: LocalProcessExecutor,
 ) -> None:
     handles = local.launch_replicas(2, "executors.testing.tasks:hang_on", {"rank": 1})

@@ -96,7 +96,7 @@ def test_a_copy_that_takes_too_long_is_given_up_and_delays_no_other_ranks_end(
     assert second.finished_at < first.finished_at
 
 
-def test_of_a_long_log_the_last_16_mebibytes_are_copied(local: LocalProcessExecutor, tmp_path: Path) -> None:
+def test_the_last_16_mebibytes_of_a_long_log_are_copied(local: LocalProcessExecutor, tmp_path: Path) -> None:
     run = launch(local, say_and_end, 1, args={"how": "large"}, rendezvous=tmp_path / "shared")
     assert run.results() == ["done"]
     said = copy_of(run)

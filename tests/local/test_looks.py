@@ -249,7 +249,7 @@ def test_the_backend_is_asked_once_a_look_about_all_that_have_not_ended() -> Non
     assert executor.asked == [[(0, 0), (2, 1), (3, 0)]] * 2
 
 
-def test_what_a_replica_waits_for_is_shown() -> None:
+def test_the_reason_for_a_replicas_wait_is_shown() -> None:
     store = MemoryStore.named("doing")
     write_run(store, 1)
     store.delete("wide/replicas/0000/0/started.json")

@@ -72,7 +72,7 @@ def n_entries(me: Replica) -> int:
     return sum(bytes(me.store.get(entry.key)).count(b'"entry"') for entry in segments)
 
 
-def test_what_a_killed_and_resumed_run_measured_is_what_its_raw_lines_say(tmp_path: Path) -> None:
+def test_metrics_of_a_killed_and_resumed_run_equal_its_raw_lines(tmp_path: Path) -> None:
     run = launch(LOCAL, train, 2, args={"folder": str(tmp_path)})
     second = Attempt(view_of(run).store, run.run_id, 1, 1)
     killed = eventually(second.at(0).outcome, "rank 1 is killed", within_s=60)

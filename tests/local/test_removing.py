@@ -230,7 +230,7 @@ def attempt_to_resume() -> str:
 
 @pytest.mark.parametrize("where", ["directory", "bucket"], indirect=True)
 @pytest.mark.parametrize("first", ["rm", "resume"])
-def test_of_a_removal_and_a_resume_at_the_same_time_one_sees_the_other(ended: Scene, first: str) -> None:
+def test_at_least_one_of_a_removal_and_a_resume_at_the_same_time_sees_the_other(ended: Scene, first: str) -> None:
     """At each call that one makes of the store, the other does all that it does."""
     said = set[tuple[str, str]]()
     for call in itertools.count(1):

@@ -236,7 +236,7 @@ def test_a_run_whose_launcher_is_gone_starts_nothing_more(tmp_path: Path) -> Non
     assert [told(run, rank) for rank in range(2)] == [["signal SIGKILL", "cancelled"], ["cancelled"]]
 
 
-def test_what_was_given_up_is_in_the_log_also_when_the_launcher_leaves_at_once(tmp_path: Path) -> None:
+def test_a_give_up_is_in_the_log_even_if_the_launcher_leaves_at_once(tmp_path: Path) -> None:
     with launcher("fail_apart", str(tmp_path)) as process:
         run = over(attach(said(tmp_path / "launched")["run_id"]))
         assert process.wait(60) == 0
@@ -275,7 +275,9 @@ def test_nothing_of_an_attempt_is_left_when_the_next_one_starts(local: LocalProc
     all_gone([int(path.name) for path in tmp_path.glob("[0-9]*")])
 
 
-def test_a_rank_that_hangs_is_ended_says_where_and_starts_again(local: LocalProcessExecutor, state_home: Path) -> None:
+def test_a_rank_that_hangs_is_ended_with_its_stacks_and_starts_again(
+    local: LocalProcessExecutor, state_home: Path
+) -> None:
     args = {"kinds": ["loop", "mutex with the GIL", "stopped"]}
     run = launch(local, hang_first, 3, args=args, restarts=f"1,{QUICK}", hang_timeout="off")
     added(run, kind="policy", hang="1s:2s")

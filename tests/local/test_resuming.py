@@ -50,7 +50,7 @@ def half_dead(tmp_path: Path) -> Run:
     return run
 
 
-def test_what_ended_without_succeeding_gets_a_new_attempt(half_dead: Run) -> None:
+def test_ranks_that_ended_without_success_get_a_new_attempt(half_dead: Run) -> None:
     results = resume(half_dead).results()
     assert [(result["rank"], result["attempt"]) for result in results] == [(0, 0), (1, 1), (2, 1)]
 

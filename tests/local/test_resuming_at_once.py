@@ -98,7 +98,7 @@ def test_ranks_that_two_processes_resume_at_once_are_started_once(tmp_path: Path
     assert any("AlreadyResumedError" in line for line in losers), "the two never met"
 
 
-def test_a_process_that_comes_second_starts_nothing_and_is_told_who_was_first(tmp_path: Path) -> None:
+def test_a_second_resume_starts_nothing_and_names_the_first_process(tmp_path: Path) -> None:
     run = failed(tmp_path / "pids", 1, OvertakenLocally(preload=()), run_id="otter")
     said = rf"Rank 0 of run 'otter' is being resumed by another process \(attempt 1, begun by \S+:{os.getpid()}\)"
     with pytest.raises(AlreadyResumedError, match=said):

@@ -250,7 +250,9 @@ def test_a_round_that_stands_still_names_the_object_and_continues_once_it_is_del
     assert any("Round 3 stands still" in each.text for each in run.warnings()), "the events have it still"
 
 
-def test_a_run_that_ends_by_a_forged_seal_says_last_what_to_delete_and_can_then_be_resumed(tmp_path: Path) -> None:
+def test_the_last_line_of_a_run_that_a_forged_seal_ended_names_the_object_to_delete_before_a_resume(
+    tmp_path: Path,
+) -> None:
     args = {"steps": 4, "forged": "otter/diloco/main/seal/2"}
     run = launch(PLAIN, train_alone, 1, args=args, signed=True, run_id="otter", rendezvous=tmp_path / "runs")
     assert run.wait(60)

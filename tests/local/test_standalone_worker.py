@@ -179,7 +179,7 @@ def test_a_container_whose_torch_starts_threads_starts_its_replica_as_a_new_proc
 # The environment of a replica
 
 
-def test_other_versions_than_the_launchers_are_told_before_the_entrypoint_is_loaded(
+def test_versions_that_differ_from_the_launchers_are_reported_before_the_entrypoint_is_loaded(
     cloud: Cloud, tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace = write_files(tmp_path / "work space", loud_of_user="print('loaded')\ndef main(): ...")

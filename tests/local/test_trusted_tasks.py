@@ -159,7 +159,7 @@ def test_a_record_that_was_changed_beside_its_task_is_refused(
     assert not (tmp_path / "imported").exists()
 
 
-def test_a_process_that_launched_a_run_goes_by_what_was_launched_and_not_by_what_the_bucket_says_since(
+def test_the_launching_machine_uses_its_own_record_and_not_a_later_one_in_the_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def meanwhile(store: Store, run_id: str, *_: object) -> None:
@@ -223,7 +223,7 @@ def test_a_run_made_by_an_executor_alone_is_resumed_here_too(tmp_path: Path) -> 
 # Another machine
 
 
-def test_another_machine_refuses_before_anything_is_started_or_written_and_says_what_it_would_trust(
+def test_another_machine_refuses_before_it_starts_or_writes_anything_and_shows_the_task_that_it_would_trust(
     tmp_path: Path, here: HereInstead, elsewhere: Callable[[], None]
 ) -> None:
     run = failed(tmp_path / "bucket", tmp_path / "ran")
@@ -257,7 +257,7 @@ def test_another_machine_refuses_before_anything_is_started_or_written_and_says_
         ({"task_digest": "\x07" * 64}, CorruptObjectError),
     ],
 )
-def test_what_the_bucket_says_is_shown_without_its_control_characters(
+def test_texts_from_the_bucket_are_shown_without_control_characters(
     tmp_path: Path, elsewhere: Callable[[], None], shady: dict[str, Any], refused: type[Exception]
 ) -> None:
     run = failed(tmp_path / "bucket", tmp_path / "ran")
@@ -293,7 +293,7 @@ def test_a_digest_that_is_not_the_stored_tasks_is_refused_and_both_are_named(tmp
     assert attach("otter").status().replicas[0].attempt == 0
 
 
-def test_what_is_not_a_digest_is_a_usage_error(tmp_path: Path, here: HereInstead) -> None:
+def test_an_invalid_digest_is_a_usage_error(tmp_path: Path, here: HereInstead) -> None:
     failed(tmp_path / "bucket", tmp_path / "ran")
     for arguments, message in (
         (["--task-digest", "abc"], "is not a sha256: 64 hexadecimal digits, got 'abc'"),
@@ -304,7 +304,7 @@ def test_what_is_not_a_digest_is_a_usage_error(tmp_path: Path, here: HereInstead
         assert (told.code, message in told.stderr) == (2, True), told
 
 
-def test_a_process_that_trusts_the_bucket_is_told_what_that_is(
+def test_a_user_who_trusts_the_bucket_is_shown_its_task(
     tmp_path: Path, here: HereInstead, elsewhere: Callable[[], None]
 ) -> None:
     run = failed(tmp_path / "bucket", tmp_path / "ran")
@@ -323,7 +323,7 @@ def test_a_process_that_trusts_the_bucket_is_told_what_that_is(
         assert what in told.stderr
 
 
-def test_a_process_that_trusts_the_bucket_is_told_when_this_machine_launched_another_task_there(
+def test_a_user_who_trusts_the_bucket_is_warned_if_this_machine_launched_another_task(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = failed(tmp_path / "bucket", tmp_path / "ran")

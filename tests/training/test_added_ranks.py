@@ -120,7 +120,7 @@ def test_a_rank_that_was_added_joins_a_run_that_began_from_a_checkpoint(rank: An
 
 
 @pytest.mark.parametrize("rank", [1, "join"])
-def test_a_rank_that_was_added_before_the_run_began_waits_to_be_told_where_that_is(rank: Any) -> None:
+def test_a_rank_that_was_added_before_the_run_began_waits_for_its_first_step(rank: Any) -> None:
     store = MemoryStore()
     add(store, 0, 1)
     options: dict[str, Any] = {"inner_steps": 4, "allow_no_rounds": True, **PLAIN}

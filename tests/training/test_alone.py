@@ -72,7 +72,7 @@ def test_a_replica_with_half_an_environment_does_not_train_alone(monkeypatch: py
         DiLoCo(nn.Linear(1, 1))
 
 
-def test_a_place_that_is_told_in_part_is_refused() -> None:
+def test_incomplete_arguments_of_a_run_are_refused() -> None:
     with pytest.raises(DiLoCoError, match="needs the arguments store, run_id, rank and world_size"):
         DiLoCo(nn.Linear(1, 1), rank=0, world_size=2)
 

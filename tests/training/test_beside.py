@@ -217,7 +217,7 @@ class StoreBrokeError(Exception):
     [{}, {"overlap_steps": "auto"}, {"background": True, "overlap_steps": 0}, {"fragments": 2, "overlap_steps": 1}],
     ids=["overlap", "auto", "no overlap", "fragments"],
 )
-def test_what_fails_at_any_call_of_the_store_is_raised_once_by_the_next_call_of_the_training(
+def test_an_error_at_any_store_call_of_a_round_is_raised_once_by_the_next_call_of_the_training(
     options: dict[str, Any],
 ) -> None:
     for n in count(1):

@@ -92,7 +92,7 @@ def test_a_slow_replica_weighs_as_many_steps_as_it_makes_and_all_end_with_one_mo
     assert ends[2]["steps"] < ends[0]["steps"], "the slow one makes fewer"
 
 
-def test_a_weight_is_that_of_a_step_and_a_callable_says_it_itself() -> None:
+def test_a_number_is_the_weight_of_a_step_and_a_callable_returns_the_whole_weight() -> None:
     def body(where: Mapping[str, Any]) -> None:
         model = nn.Linear(1, 1)
         weight = 2.5 if where["rank"] else lambda: 7.0
@@ -185,7 +185,7 @@ class Clocked:
         return self.phase
 
 
-def test_a_round_is_due_at_the_first_step_so_long_after_the_last_was_had() -> None:
+def test_a_round_is_due_at_the_first_step_after_its_time_since_the_last_mean() -> None:
     one = Clocked()
     assert [one.step(4.0).is_due for _ in range(3)] == [False, False, True]
     one.now += 3.0  # the round
@@ -256,7 +256,7 @@ def train_as_a_replica(folder: str) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:Only")
 @pytest.mark.timeout(300)
-def test_of_real_processes_the_slow_one_holds_no_one_up_and_the_killed_one_comes_back(tmp_path: Any) -> None:
+def test_a_slow_real_process_delays_no_other_and_a_killed_one_comes_back(tmp_path: Any) -> None:
     run = launch(LOCAL, train_as_a_replica, 3, args={"folder": str(tmp_path)}, restarts="1,backoff=0.05s:0.1s")
     ends = run.results()
     assert [end["attempt"] for end in ends] == [0, 1, 0]

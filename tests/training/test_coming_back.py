@@ -114,7 +114,7 @@ def test_with_rare_snapshots_the_loss_has_no_bump() -> None:
     assert mean_loss(MemoryStore(), 118) == pytest.approx(mean_loss(MemoryStore(), None), rel=0.2)
 
 
-def test_what_is_attached_is_stored_as_safetensors_and_json() -> None:
+def test_attached_state_is_stored_as_safetensors_and_json() -> None:
     store = MemoryStore()
     trainer = Trainer(place(store))
     trainer.train_until(9)
@@ -228,7 +228,7 @@ def test_states_of_all_kinds_come_back_as_they_went() -> None:
     assert from_arrays({}, "p") is None
 
 
-def test_what_cannot_be_kept_is_refused_by_name_when_it_is_attached() -> None:
+def test_state_that_cannot_be_saved_is_refused_by_name_when_it_is_attached() -> None:
     class Odd:
         def __init__(self, value: Any = print) -> None:
             self.value = value

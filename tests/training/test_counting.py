@@ -74,7 +74,7 @@ def payload(value: float) -> memoryview:
     return np.full(zeros().weight.numel(), value, np.float32).data.cast("B")
 
 
-def test_of_work_that_is_to_be_dropped_in_part_the_rest_stays() -> None:
+def test_if_a_part_of_the_work_is_dropped_the_rest_stays() -> None:
     model = zeros()
     diloco = DiLoCo(model, inner_steps=1, **PLAIN, **place())
     nudge(model, 4.0)
@@ -87,7 +87,7 @@ def test_of_work_that_is_to_be_dropped_in_part_the_rest_stays() -> None:
     leave(diloco)
 
 
-def test_of_restored_work_that_part_stays_which_no_mean_contains() -> None:
+def test_the_part_of_restored_work_that_no_mean_contains_stays() -> None:
     verdicts: list[tuple[Verdict | None, float | None]] = [
         (None, 1.0), (Verdict.KEPT, 1.0), (Verdict.COUNTED, None), (Verdict.DROPPED, 0.0),
     ]  # fmt: skip

@@ -24,7 +24,7 @@ def alone(tmp_path: Path) -> Iterator[Replica]:
     set_current_replica(None)
 
 
-def test_a_short_run_alone_tells_what_it_did(
+def test_a_short_demo_alone_prints_its_results(
     alone: Replica, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"

@@ -26,7 +26,7 @@ DIGESTS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", DIGESTS)
 @pytest.mark.filterwarnings("ignore:.* in no average")
-def test_a_run_of_fp32_has_the_bits_it_always_had(case: str) -> None:
+def test_a_run_of_fp32_has_the_same_bits_as_before(case: str) -> None:
     options, expected = DIGESTS[case]
     options = {"total_steps": 12, "inner_steps": 2, "outer_lr": 0.7, "outer_momentum": 0.9, **options}
     dtype = options.pop("dtype", torch.float32)

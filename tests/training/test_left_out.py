@@ -32,7 +32,7 @@ def test_a_replica_whose_frozen_weights_are_not_the_others_is_warned(
 
 
 @pytest.mark.parametrize("change", ["unfreeze", "add"])
-def test_what_is_trained_and_in_no_average_is_an_error_at_the_next_round(change: str) -> None:
+def test_a_parameter_that_is_trained_and_not_averaged_is_an_error_at_the_next_round(change: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
     with DiLoCo(model, inner_steps=1, **place()) as diloco:
         diloco.step()
@@ -44,7 +44,7 @@ def test_what_is_trained_and_in_no_average_is_an_error_at_the_next_round(change:
             diloco.step()
 
 
-def test_replicas_that_train_and_never_call_step_are_told_when_they_close() -> None:
+def test_replicas_that_train_and_never_call_step_get_an_error_when_they_close() -> None:
     def body(where: Mapping[str, Any]) -> None:
         with (
             pytest.raises(DiLoCoError, match=r"trained, but step\(\) was never called"),

@@ -51,7 +51,7 @@ def uneven(scale: float = 1.0, n: int = 1000) -> torch.Tensor:
 
 @pytest.mark.parametrize("limits", [Limits(), SHARDED], ids=["in the seal", "in shards"])
 @pytest.mark.parametrize("wire", LOSSY)
-def test_what_a_wire_leaves_out_goes_with_a_later_contribution(wire: str, limits: Limits) -> None:
+def test_the_rounding_error_of_a_wire_is_sent_with_a_later_contribution(wire: str, limits: Limits) -> None:
     rounds = 40
 
     def body(where: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,7 +131,7 @@ def of_many_tensors(dtype: torch.dtype) -> nn.Sequential:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wire", LOSSY)
-def test_what_a_wire_loses_is_the_same_whether_work_was_held_or_not(wire: str, dtype: torch.dtype) -> None:
+def test_the_rounding_error_of_a_wire_is_the_same_with_and_without_held_work(wire: str, dtype: torch.dtype) -> None:
     """In background rounds the error is computed from a copy, and otherwise from the live parameters during the
     step.
     """

@@ -81,7 +81,7 @@ def test_the_steps_that_a_script_reports_replace_those_of_diloco(replica: Replic
     leave(diloco)
 
 
-def test_of_two_that_are_open_the_first_is_shown_and_after_it_the_next(replica: Replica) -> None:
+def test_the_steps_of_the_first_of_two_open_dilocos_are_shown_and_then_those_of_the_next(replica: Replica) -> None:
     models = [nn.Linear(2, 1) for _ in range(3)]
     first = DiLoCo(models[0], inner_steps=4, **PLAIN)
     second = DiLoCo(models[1], inner_steps=4, name="second", **PLAIN)

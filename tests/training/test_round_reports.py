@@ -66,7 +66,7 @@ def test_norms_are_those_of_ones_own_pseudo_gradient_and_of_the_mean(limits: Lim
     [("carry", {1}, "carried", 3), ("drop", {1}, "dropped", 3), ("carry", {0}, "dropped", 3)],
     ids=["late", "late, and to be dropped", "of another process of this rank"],
 )
-def test_what_a_seal_does_not_count_is_carried_or_dropped(
+def test_work_that_a_seal_does_not_count_is_carried_or_dropped(
     late: Any, named: set[int], verdict: str, work: float
 ) -> None:
     store, model = MemoryStore(), zeros()

@@ -85,7 +85,7 @@ def test_the_same_work_is_not_an_error_where(
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == warnings
 
 
-def test_bf16_replicas_whose_learning_rate_is_0_are_not_told_of_their_data(
+def test_bf16_replicas_whose_learning_rate_is_0_get_no_warning_about_their_data(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Only the digits remain that the anchor has and the replicas do not. They are equal everywhere, and not work."""

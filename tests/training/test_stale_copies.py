@@ -567,7 +567,7 @@ def test_tensors_that_an_optimizer_replaces_are_found_again_in_each_round() -> N
         (nn.Identity(), "has none"),
     ],
 )
-def test_what_cannot_be_averaged_is_refused_by_name(thing: Any, words: str) -> None:
+def test_tensors_that_cannot_be_averaged_are_refused_by_name(thing: Any, words: str) -> None:
     diloco = DiLoCo(nn.Linear(1, 1), inner_steps=2, **place())
     with pytest.raises((TypeError, ValueError), match=words):
         diloco.average_also(thing)

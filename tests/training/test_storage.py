@@ -56,7 +56,7 @@ class Counting(MemoryStore):
 @pytest.mark.parametrize("n_fragments", [1, 2])
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.filterwarnings("ignore:.* in no average")  # from staggered fragments without a planned end
-def test_a_run_of_sixty_rounds_never_keeps_more_than_the_protocol_says(sharded: bool, n_fragments: int) -> None:
+def test_a_run_of_sixty_rounds_never_has_more_objects_than_the_protocol_allows(sharded: bool, n_fragments: int) -> None:
     store = Counting()
 
     def body(where: Mapping[str, Any]) -> int:

@@ -193,7 +193,7 @@ def test_replicas_whose_loops_run_past_the_end_by_different_numbers_of_steps_end
     assert first == second
 
 
-def test_a_run_whose_last_planned_round_was_had_early_by_sync_has_ended_at_once() -> None:
+def test_a_run_ends_at_once_if_sync_runs_its_last_planned_round_early() -> None:
     model = nn.Linear(1, 1)
     diloco = DiLoCo(model, inner_steps=2, total_steps=4, **PLAIN, **place())
     for _ in range(3):
@@ -264,7 +264,7 @@ def test_a_loop_of_the_user_is_told_where_to_begin_when_it_comes_back(capsys: py
     leave(third)
 
 
-def test_a_loop_that_asks_where_the_run_is_or_goes_over_the_steps_of_another_diloco_is_not_told_where_to_begin(
+def test_a_loop_that_reads_the_runs_step_or_uses_steps_of_another_diloco_gets_no_line_about_its_begin(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     store = MemoryStore()

@@ -85,7 +85,7 @@ def attached(store: MemoryStore, attempt: int) -> AttachedState:
     return AttachedState(patient, KEYS, Identity(0, 1, attempt, "n"), lambda job: job(), RoundPlan(), UNSIGNED)
 
 
-def test_what_is_attached_and_large_is_kept_in_parts_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_attached_state_is_saved_in_parts_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attached_state, "OWN_PART_BYTES", 500)
     store = MemoryStore()
     first = attached(store, 0)
@@ -139,7 +139,7 @@ def test_a_part_that_is_missing_or_damaged_means_the_record_before_it(monkeypatc
         assert kept.position == 4
 
 
-def test_what_is_attached_and_cannot_be_kept_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_attached_state_that_cannot_be_saved_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     kept = attached(Full(), 0)
     kept.attach("state", State(1.0), 0)
     kept.keep(4, [], [4])
