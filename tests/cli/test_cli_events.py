@@ -36,7 +36,7 @@ def run(job: HereInstead, local: LocalProcessExecutor) -> Run:
     return run
 
 
-def test_what_happened_is_shown_as_lines_and_as_objects_and_followed_to_the_end(job: HereInstead, run: Run) -> None:
+def test_events_are_shown_as_lines_and_as_json_and_followed_to_the_end(job: HereInstead, run: Run) -> None:
     shown = job.replicas("events", "mine", "--json")
     rows = [json.loads(line) for line in shown.stdout.splitlines()]
     assert {row["kind"] for row in rows} <= {*KINDS}

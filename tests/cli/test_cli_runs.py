@@ -100,7 +100,7 @@ def test_status_counts_the_ranks_that_joined_a_run(here: HereInstead, local: Loc
         assert here.replicas("status", "open-to-all", "--json").json["joined"] == 2
 
 
-def test_what_does_not_exist_is_an_error_that_names_it(here: HereInstead, local: LocalProcessExecutor) -> None:
+def test_the_error_for_a_missing_run_rank_or_file_names_it(here: HereInstead, local: LocalProcessExecutor) -> None:
     ended(local, "main", 2, "brave-otter-7f3a")
     nearest = "No run 'brave-oter-7f3a' is known on this machine. Did you mean 'brave-otter-7f3a'?"
     calls = [([verb, "brave-oter-7f3a"], nearest) for verb in ("status", "logs", "wait", "collect", "cancel", "rm")]

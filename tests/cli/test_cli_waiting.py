@@ -15,7 +15,7 @@ from executors.protocol import ReplicaStatus
 from executors.status import ReplicaState
 
 
-def test_what_replicas_wait_for_is_printed_when_the_words_change_and_only_then(local: Any) -> None:
+def test_the_reason_for_a_wait_is_printed_only_when_it_changes(local: Any) -> None:
     run: Run = launch(local, "executors.testing.tasks:echo", 2)
     run.wait(60)
     output = Output()

@@ -252,7 +252,7 @@ def test_a_job_of_another_cluster_is_not_taken_for_lost(stub: Stub, service: Job
     assert service.verify(theirs, KEY) == {"id": KEY.name, "url": f"{stub.address}/#/jobs/{KEY.name}"}
 
 
-def test_a_log_lacks_what_ray_itself_writes_there(stub: Stub, service: JobService) -> None:
+def test_a_log_has_no_lines_of_ray_itself(stub: Stub, service: JobService) -> None:
     rays = [
         "2026-11-22 20:09:02,761\tINFO job_manager.py:581 -- Runtime env is setting up.\n",
         f"Running entrypoint for job {KEY.name}: exec python replicas_bootstrap.py\n",

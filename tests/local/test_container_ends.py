@@ -128,7 +128,7 @@ def test_a_replica_that_dies_comes_back_in_its_container(site: StandaloneScene) 
     assert len({end.pid for end in ends}) == 3
 
 
-def test_a_replica_that_is_used_up_leaves_the_exit_code_of_its_last_end(site: StandaloneScene) -> None:
+def test_a_container_whose_replica_is_given_up_has_the_exit_code_of_its_last_end(site: StandaloneScene) -> None:
     spec, process = site.start("comes_back", args={"times": 9}, restarts="1,backoff=0s")
     assert ended(process)[0] == 137
     log = DecisionLog(open_store(spec.store_url), spec.run_id).read()

@@ -297,7 +297,7 @@ def test_work_without_reports_is_not_ended(task: Callable[[Replica], None], judg
 
 
 @pytest.mark.parametrize("task", FINE)
-def test_what_continues_or_may_be_slow_is_left_alone(task: object, hung: dict[str, Watched]) -> None:
+def test_work_that_continues_or_may_be_slow_is_not_ended(task: object, hung: dict[str, Watched]) -> None:
     rank = hung[getattr(task, "__name__", "")]
     assert (rank.reports, rank.exit_code) == ([], 0)
 

@@ -226,7 +226,7 @@ def test_progress_and_artifacts_reach_the_launcher(local: LocalProcessExecutor, 
         assert (tmp_path / f"back/{rank}/weights").read_bytes() == b"\0\1" * 100_000
 
 
-def test_what_earlier_attempts_kept_is_brought_back_and_of_one_name_the_newest_attempts(
+def test_artifacts_of_earlier_attempts_are_collected_and_of_each_name_the_newest_one(
     local: LocalProcessExecutor, tmp_path: Path
 ) -> None:
     def keep(folder: str) -> None:

@@ -198,7 +198,7 @@ def test_handles_that_cannot_be_read_together_are_read_one_by_one(bucket: S3Serv
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_what_has_ended_is_read_once(bucket: S3Server, n: int) -> None:
+def test_records_of_ended_ranks_are_read_once(bucket: S3Server, n: int) -> None:
     store = open_store(bucket.url("runs"))
     write_run(store, n)
     run = attach("wide", rendezvous=store.url)

@@ -189,7 +189,7 @@ def added(run: Run, **entry: Any) -> None:
         ({"kind": "stop", "why": "asked", "within_s": 0.2}, "the run was stopped"),
     ],
 )
-def test_what_blocks_the_run_ends_what_lives_and_what_was_to_be_started(
+def test_an_order_that_blocks_the_run_ends_living_ranks_and_planned_starts(
     local: LocalProcessExecutor, tmp_path: Path, entry: dict[str, Any], why: str
 ) -> None:
     run = started(local, die_and_hang, 2, "3,backoff=600s:600s", folder=str(tmp_path))
@@ -201,7 +201,7 @@ def test_what_blocks_the_run_ends_what_lives_and_what_was_to_be_started(
     assert not Attempt(view_of(run).store, run.run_id, 0, 1).has("started.json")
 
 
-def test_what_leaves_when_it_is_asked_to_is_stopped_whatever_is_ordered_after_it(
+def test_a_rank_that_leaves_on_request_is_stopped_whatever_is_ordered_later(
     local: LocalProcessExecutor,
 ) -> None:
     run = started(local, leave_when_asked, 1, "3")
@@ -378,7 +378,7 @@ def test_an_end_that_the_store_does_not_take_is_recorded_and_answered_when_it_do
     assert (told(run, 0), decided(run, "restart").start) == (["signal SIGKILL", "succeeded"], {0: 1})
 
 
-def test_what_does_not_leave_after_its_end_is_killed_and_a_failure_is_followed_by_a_new_attempt() -> None:
+def test_a_process_that_does_not_exit_after_its_end_is_killed_and_a_failed_rank_gets_a_new_attempt() -> None:
     executor = LocalProcessExecutor(preload=("support.leaves_within_seconds",), term_grace_s=0.5)
     args, restarts = {"fails": [1]}, f"1,{QUICK}"
     run = over(launch(executor, never_leave, 2, args=args, restarts=restarts, timeout=120, detach=True))

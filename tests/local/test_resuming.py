@@ -235,7 +235,7 @@ def test_no_one_is_sent_to_a_folder_that_does_not_have_the_code(
     )
 
 
-def test_a_process_that_asked_for_a_new_run_from_a_snapshot_is_told_a_command_that_begins_one(
+def test_the_error_for_a_new_run_from_a_snapshot_names_a_command_that_begins_one(
     two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = two_folders

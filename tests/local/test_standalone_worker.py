@@ -197,7 +197,7 @@ def test_versions_that_differ_from_the_launchers_are_reported_before_the_entrypo
     assert outcome_of(spec).output_tail == out
 
 
-def test_a_process_that_is_given_too_little_says_what_is_missing(cloud: Cloud) -> None:
+def test_a_process_without_a_needed_variable_names_that_variable(cloud: Cloud) -> None:
     spec = run_spec("otter", "file:///nowhere", "00", 1, (0,))
     command = [str(cloud.python), "-P", "-m", "executors.supervisor"]
     for missing in ("REPLICA_RANK", "REPLICA_TASK_DIGEST"):

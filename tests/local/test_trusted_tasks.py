@@ -79,7 +79,9 @@ def test_the_machine_that_launched_resumes_by_the_digest_that_it_kept(tmp_path: 
 
 
 @pytest.mark.parametrize("rendezvous", [None, "bucket"])
-def test_what_is_kept_is_for_this_user_alone(tmp_path: Path, state_home: Path, rendezvous: str | None) -> None:
+def test_notes_of_a_launch_are_readable_by_this_user_only(
+    tmp_path: Path, state_home: Path, rendezvous: str | None
+) -> None:
     failed(None if rendezvous is None else tmp_path / rendezvous, tmp_path / "ran")
     assert (state_home / "replicas").stat().st_mode & 0o777 == 0o700
     assert (state_home / "replicas" / "otter" / "launched.json").stat().st_mode & 0o777 == 0o600
@@ -336,7 +338,7 @@ def test_a_user_who_trusts_the_bucket_is_warned_if_this_machine_launched_another
     assert re.search(f"This machine launched another task there: .*{launched}", told)
 
 
-def test_what_this_machine_noted_of_its_own_task_does_not_go_with_another_that_the_bucket_is_trusted_for(
+def test_this_machines_note_of_its_own_task_is_not_used_for_another_trusted_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KEY", "mine")

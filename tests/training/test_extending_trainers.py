@@ -78,7 +78,7 @@ def test_the_trainer_of_transformers_trains_the_longer_run_with_a_schedule_for_i
     assert all(torch.equal(second.model.get_parameter(name), values) for name, values in anchor.items())
 
 
-def test_a_trainer_of_transformers_with_arguments_of_its_own_is_told_how_to_follow(
+def test_a_trainer_of_transformers_with_its_own_arguments_gets_a_warning_that_explains_how_to_follow(
     store: MemoryStore, tmp_path: Path
 ) -> None:
     begin_attempt(store, 0)

@@ -77,7 +77,7 @@ def test_a_script_that_asks_its_own_arguments_at_the_end_pushes_from_rank_0_alon
     assert asked == [True, False, False]
 
 
-def test_two_replicas_in_one_folder_are_refused_both_and_told_of_their_own(tmp_path: Path) -> None:
+def test_two_replicas_in_one_folder_are_both_refused_and_advised_to_use_their_own(tmp_path: Path) -> None:
     first, second = (OwnFolder(tmp_path, Replica(rank, 2, "run", 0, "memory://hf")) for rank in (0, 1))
     first.check()
     for each in (second, first):

@@ -131,7 +131,7 @@ def test_the_best_model_stays_where_the_trainer_was_told_to_load_it(tmp_path: Pa
         ({"eval_strategy": "epoch", "save_strategy": "epoch"}, "evaluations every 13 steps .* eval_steps=16"),
     ],
 )
-def test_a_process_that_keeps_the_best_of_models_between_rounds_is_told_that_it_is_each_replicas_own(
+def test_a_trainer_whose_best_model_may_be_between_rounds_gets_a_warning(
     tmp_path: Path, evaluates: dict[str, Any], advice: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer(tmp_path, MemoryStore(), load_best_model_at_end=True, **evaluates).train()
@@ -161,7 +161,7 @@ class Stops(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_process_that_is_told_to_stop_asks_the_run_once_and_trains_until_the_run_has_ended(
+def test_a_trainer_that_wants_to_stop_asks_the_run_once_and_trains_until_the_run_has_ended(
     tmp_path: Path, is_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[int]()
@@ -198,7 +198,7 @@ def refused(made: Any, **train: Any) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_is_refused_before_training(tmp_path: Path) -> None:
+def test_impossible_settings_are_refused_before_training(tmp_path: Path) -> None:
     one = trainer(tmp_path, MemoryStore())
     one.train()
     assert "was used by an earlier train(). Create another one" in refused(one)
@@ -227,7 +227,7 @@ class FourProcesses:
 
 @pytest.mark.parametrize("world_size", [2, 1])  # 1: rank 1 was added
 @pytest.mark.parametrize("has_own", [True, False])
-def test_a_process_that_has_the_seed_of_all_is_told_before_training(
+def test_a_trainer_with_the_seed_of_all_replicas_gets_a_warning_before_training(
     tmp_path: Path, has_own: bool, world_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_current_replica(Replica(1, world_size, "another", 0, "memory://hf"))
@@ -240,7 +240,7 @@ def test_a_process_that_has_the_seed_of_all_is_told_before_training(
 
 
 @pytest.mark.parametrize("has_own", [True, False])
-def test_a_process_that_has_one_stream_and_the_arguments_of_all_is_told_to_shard_it(
+def test_a_trainer_with_a_stream_and_the_arguments_of_all_is_advised_to_shard_it(
     tmp_path: Path, has_own: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_current_replica(Replica(1, 2, "another", 0, "memory://hf"))
@@ -255,7 +255,7 @@ def test_a_process_that_has_one_stream_and_the_arguments_of_all_is_told_to_shard
 @pytest.mark.parametrize(
     ("has_own", "data", "advice"), [(False, ITEMS, OWN_ORDER), (True, ITEMS, ADVICE), (False, Stream(), ADVICE)]
 )
-def test_a_process_that_trains_on_the_same_data_is_told_what_would_help_where_a_table_shows_it(
+def test_the_advice_for_replicas_that_train_on_the_same_data_fits_into_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_own: bool, data: Any, advice: str
 ) -> None:
     report: Any = SimpleNamespace(round=10, counted=True, norm=1.0, same=tuple(range(4, 64)))

@@ -274,7 +274,7 @@ class Stops(lightning.Callback):  # type: ignore[misc, name-defined]
 
 
 @pytest.mark.parametrize("least", [None, 20])
-def test_a_process_that_is_told_to_stop_asks_the_run_once_and_trains_until_the_run_has_ended(
+def test_a_trainer_that_wants_to_stop_asks_the_run_once_and_trains_until_the_run_has_ended(
     tmp_path: Path, least: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[int]()

@@ -242,7 +242,9 @@ def test_an_error_in_the_loop_leaves_the_live_model_as_it_was() -> None:
     assert values_of(model) == values
 
 
-def test_a_loop_of_the_user_is_told_where_to_begin_when_it_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_own_loop_gets_a_line_with_its_first_step_when_it_comes_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     store = MemoryStore()
     first = DiLoCo(nn.Linear(1, 1), inner_steps=2, total_steps=6, snapshot_every=1, **PLAIN, **place(store))
     for _ in range(2):

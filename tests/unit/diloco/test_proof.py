@@ -149,7 +149,7 @@ def test_a_forged_agreement_keeps_no_more_replicas_out_than_a_damaged_one(contra
 @pytest.mark.parametrize(
     ("key", "said"), [("ab" * 32, "key must be bytes, .* got a str"), (b"x" * 15, "at least 16 bytes, got 15")]
 )
-def test_an_object_that_is_not_a_key_is_refused_and_not_shown(key: Any, said: str) -> None:
+def test_an_invalid_run_key_is_refused_and_not_shown(key: Any, said: str) -> None:
     with pytest.raises((TypeError, ValueError), match=said) as caught:
         DiLoCo(model(), key=key, **place(MemoryStore()))
     assert str(key) not in str(caught.value)

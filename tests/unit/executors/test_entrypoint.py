@@ -103,7 +103,7 @@ def test_a_checked_callable_can_be_loaded_and_called(text: str, args: dict[str, 
     assert load_entrypoint(text)(**args) == result
 
 
-def test_a_module_named_so_wins_over_a_function_named_so(workspace: Path) -> None:
+def test_a_module_wins_over_a_function_of_the_same_name(workspace: Path) -> None:
     (workspace / "both_of_user").mkdir()
     (workspace / "both_of_user" / "__init__.py").write_text("def inner(): return 'function'")
     (workspace / "both_of_user" / "inner.py").write_text("def main(): return 'module'")

@@ -60,7 +60,7 @@ def test_an_integer_beyond_all_floats_is_reported_as_infinite() -> None:
     assert me.reported == {"step": math.inf, "loss": -math.inf, "tokens": 2**60}, "what a heartbeat can hold"
 
 
-def test_an_object_that_is_not_a_file_is_refused_as_an_artifact_and_left_out_of_a_folder_with_a_word(
+def test_a_path_that_is_not_a_file_is_refused_as_an_artifact_and_skipped_with_a_note_in_a_folder(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     kept, folder = tmp_path / "kept", tmp_path / "folder"

@@ -101,7 +101,7 @@ def test_a_url_that_is_wrong_is_refused_with_the_reason_and_without_its_secrets(
 
 
 @pytest.mark.parametrize("url", [None, b"runs", 3])
-def test_an_object_that_is_not_a_url_is_refused_before_a_folder_is_made(
+def test_a_text_that_is_not_a_url_is_refused_before_a_folder_is_made(
     url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

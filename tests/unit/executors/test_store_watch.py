@@ -26,7 +26,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def watch(store: Store) -> Iterator[Watch]:
-    """A watch through two faulty stores, which do nothing to news."""
+    """A watch of a store inside two faulty stores, which do not hide new objects."""
     watch = open_watch(FaultyStore(FaultyStore(store, seed=0), seed=1))
     yield watch
     watch.close()
