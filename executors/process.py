@@ -234,7 +234,9 @@ def _output_of(*command: str) -> tuple[int, str]:
 
 
 class Activity(NamedTuple):
-    """The activity of a live process, from the kernel: its state, processor time and threads."""
+    """The activity of a live process, from the kernel: whether it is stopped, debugged or runnable, and its
+    processor time.
+    """
 
     is_stopped: bool
     is_traced: bool
@@ -557,7 +559,7 @@ def oom_kills() -> int:
 
 
 def oom_kills_in_group(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the number of such kills in this process's control group, as in a container. 0: not reported.
+    """Return the number of kills for memory in this process's control group, as in a container. 0: not reported.
 
     Args:
         root: the folder of the control groups.
@@ -568,7 +570,7 @@ def oom_kills_in_group(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/p
 
 
 def oom_kills_in_own_group(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Return the number of such kills in this process's innermost control group. None: not reported.
+    """Return the number of kills for memory in this process's innermost control group. None: not reported.
 
     The groups around it may have processes of other users.
 

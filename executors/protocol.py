@@ -170,8 +170,8 @@ class ServerlessExecutor(Protocol):
 
         Return one dictionary per handle, in their order.
 
-        Each dictionary has `rank, status, exit_code, error, result, reason`. After the timeout, replicas that still run
-        have the status `running`, and nothing is ended. The method may be called again.
+        Each dictionary has `rank, status, exit_code, error, result, reason`. After the timeout, each has the
+        current status of its replica, and nothing is ended. The method may be called again.
 
         Args:
             handles: handles that `launch_replicas` returned.

@@ -48,7 +48,7 @@ OTHERS: list[dict[str, Any]] = [
     *({"rank": 4}, {"attempt": 2}, {"run_id": "another"}, {"store_url": "s3://bucket/other"}),
     {"launched_at": 1.8e9},  # another run of the id, after this one was removed
 ]
-SAY_RANK = (  # as the bootstrap finds it
+SAY_RANK = (  # prints the rank, which a job finds in the same variables as the bootstrap
     "import os; e = os.environ; "
     "print('rank', e.get('REPLICA_RANK') or e['REPLICA_RANKS'].split(',')[int(e['JOB_COMPLETION_INDEX'])])"
 )

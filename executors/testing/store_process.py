@@ -26,7 +26,7 @@ def print_json(value: Any) -> None:
 
 
 def race(store: Store, name: str, prefix: str, n_keys: str) -> None:
-    """Wait for a line, try to create keys that other processes try to create as well, and report the own ones.
+    """Wait for a line, try to create keys in a race with other processes, and report the keys that were created here.
 
     Args:
         store: the store.

@@ -112,7 +112,7 @@ class SharedLog:
         return self._has_proof and time.monotonic() < self._answered_at + ANSWER_S
 
     def join(self, container: str) -> None:
-        """Keep the entries of a container from now on, and those since the first request.
+        """Collect the entries of a container from now on, with its entries since the first request.
 
         Args:
             container: the id of the container.
