@@ -208,7 +208,7 @@ def test_a_search_goes_through_the_whole_log_or_reports_that_a_service_gives_onl
         assert found.stderr == "Note: Rank 0: these are the last 20,000 entries, and its service gives no more.\n"
 
 
-def test_an_attempt_of_which_no_look_heard_while_it_ran_is_followed_too(
+def test_an_attempt_that_no_look_saw_running_is_followed_too(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, may_look, look = start(1, "hang"), threading.Event(), RunLogs.look

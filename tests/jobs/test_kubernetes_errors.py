@@ -300,7 +300,9 @@ def test_a_job_whose_pods_are_refused_says_why_where_events_may_be_read(
         assert KubernetesJobs().state(job_id) == JobState(False)
 
 
-def test_a_context_is_found_by_its_name_where_none_is_current(k8s: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_is_found_by_its_name_if_no_context_is_current(
+    k8s: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = Path(os.environ["KUBECONFIG"])
     settings = json.loads(path.read_text())
     name = settings.pop("current-context")

@@ -117,7 +117,7 @@ def test_a_mixed_resume_that_is_overtaken_and_refused_leaves_the_others_attempts
     eventually(Attempt(view_of(run).store, "otter", 0, 1).outcome, "what is ours has ended")
 
 
-def test_a_resume_where_one_backend_is_missing_starts_nothing(machines: Machines, go: Path) -> None:
+def test_a_resume_starts_nothing_if_one_backend_is_missing(machines: Machines, go: Path) -> None:
     run = ended_on_two(go)
     n_decided = len(DecisionLog(view_of(run).store, "otter").read())
     advice = r"Ranks 1-2 of run 'otter' cannot be started here, .*replicas resume otter --rank 0, or ranks="

@@ -221,7 +221,7 @@ def with_kills() -> Subject:
 
 
 def beside() -> Subject:
-    """Training continues during rounds half of the time, and rank 2 is a little slow."""
+    """A run in which training continues during rounds for half of the time, and rank 2 is a little slow."""
     return made_up(Scene(rounds=40, overlap=5, slow={2: 1.05}), "swift-heron-51de")
 
 
@@ -256,7 +256,7 @@ def without_diloco() -> Subject:
 
 
 def hostile() -> Subject:
-    """Every text of the run's records tries to run, to end its element, or to fill the page."""
+    """A run whose texts all try to run code in the page, to end their element, or to fill the page."""
     long = HOSTILE + "A" * (2 << 20)
     outcome = Outcome(
         0, 0, ReplicaStatus.FAILED, "exception", 1, error=f"{long}\n{HOSTILE}: {long}", error_line=long,

@@ -67,7 +67,7 @@ class Training:
         return float(self.optimizer.state[self.model.weight]["exp_avg"][0, 0])
 
 
-def test_it_begins_at_the_snapshot_with_its_anchor_its_momentum_and_what_was_attached() -> None:
+def test_the_new_run_begins_with_the_anchor_momentum_and_attached_state_of_the_snapshot() -> None:
     store = MemoryStore("going on")
     at_nine = Training(store, "old").train_until(9)
     anchor, moment = at_nine.diloco.anchor(), at_nine.inner_moment

@@ -288,7 +288,7 @@ def test_a_span_of_more_entries_than_the_last_ones_that_a_service_gives_is_not_c
         assert log.cut == cut
 
 
-def test_all_jobs_are_asked_for_at_once_where_that_shows_them_and_each_for_itself_where_it_does_not(
+def test_all_jobs_are_requested_together_and_missing_ones_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("executors.backends.jobs.timed_log.SHARED_EVERY_S", 0.0)

@@ -203,7 +203,7 @@ def test_a_round_while_training_continues_holds_it_up_for_as_long_as_it_is_late(
 
 
 @pytest.mark.parametrize(("part", "beside"), [(1.0, ""), (0.999, "; < 0.1 % more ran while training continued")])
-def test_rounds_that_hide_nothing_behind_the_training_are_no_good_news(part: float, beside: str) -> None:
+def test_rounds_that_hold_training_up_are_shown_as_bad_news(part: float, beside: str) -> None:
     subject = SCENES["beside"]()
     rows = [replace(row, late_s=part * (row.busy_s or 0.0)) for row in subject.metrics.rounds]
     made = document(replace(subject, metrics=replace(subject.metrics, rows=rows)))

@@ -217,7 +217,7 @@ def test_a_launch_whose_answer_was_lost_takes_back_no_run_of_another() -> None:
 
 
 @pytest.mark.parametrize("run_id", ["", "-a", "A", "a b", "a/b", "a.b", "a" * 41, "ä"])
-def test_a_run_id_that_is_not_a_name_everywhere_is_refused(run_id: str) -> None:
+def test_a_run_id_that_is_not_a_legal_name_on_every_service_is_refused(run_id: str) -> None:
     with pytest.raises(ValueError, match="Bad run id"):
         check_run_id(run_id)
 

@@ -134,7 +134,7 @@ def test_the_first_texts_are_written_at_once_and_later_ones_and_repeats_wait(kep
     assert kept.store.n_puts == N_AT_ONCE + 2, "what is written is not written again"
 
 
-def test_a_store_that_fails_is_asked_again_and_nothing_is_raised(kept: Kept) -> None:
+def test_a_failing_store_is_asked_again_without_an_error(kept: Kept) -> None:
     kept.store.fails = True
     kept.log.add("kept in memory")
     assert not kept.log.write()
