@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NotRequired, Protocol, TypedDict, get_args, runtime_checkable
 
 Reason = Literal[
     "exception",  # the entrypoint raised
@@ -205,6 +205,25 @@ class WarningCount:
     """The round that waits now until the user deletes an object. None: the rounds continue."""
 
 
+class OutcomeRow(TypedDict):
+    """The end of a replica as plain JSON."""
+
+    rank: int
+    """The rank of the replica."""
+    status: ReplicaStatus
+    """The status of its newest attempt."""
+    exit_code: int | None
+    """The exit status of its process; minus the signal's number if a signal ended it. Null: not known."""
+    error: str | None
+    """A traceback, or a sentence about the end. Null: the replica succeeded, or has not ended."""
+    result: Any
+    """The value that the entrypoint returned. Null: there is none."""
+    reason: Reason | None
+    """The reason of the end, as the page of outcomes lists them. Null: success, or no end yet."""
+    unproven: NotRequired[bool]
+    """True: the run is signed, and its key does not prove this outcome."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The end of one attempt of one rank.
@@ -288,12 +307,12 @@ class Outcome:
         """The error in one line."""
         return self.error_line or (self.error or "").strip().rpartition("\n")[2]
 
-    def to_row(self) -> dict[str, Any]:
+    def to_row(self) -> OutcomeRow:
         """Return the dictionary that `collect` reports for this replica.
 
         An outcome that is not signed has `"unproven": True`.
         """
-        row = {
+        row: OutcomeRow = {
             "rank": self.rank,
             "status": self.status,
             "exit_code": self.exit_code,

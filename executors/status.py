@@ -7,10 +7,10 @@ import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypedDict
 
-from executors.protocol import BY_USER, Outcome, ReplicaStatus, WarningCount
+from executors.protocol import BY_USER, Outcome, Reason, ReplicaStatus, WarningCount
 from executors.settings.durations import name_duration
 from executors.store.run_key import RUN_KEY
 from executors.store.standstill import standstill_lines
@@ -95,6 +95,10 @@ class Installation:
     of_bytes: int | None = None
     """How much there is to download."""
 
+    def to_json(self) -> InstallationDocument:
+        """Return everything as plain JSON."""
+        return {"package": self.package, "for_s": self.for_s, "n_bytes": self.n_bytes, "of_bytes": self.of_bytes}
+
     @property
     def what(self) -> str:
         """The part of the text that does not change during the installation: `installing torch`."""
@@ -111,6 +115,154 @@ class Installation:
         return f"{self.what}, {sizes}{f'{whole} s' if whole < 60 else name_duration(whole)}"
 
 
+class DecisionDocument(TypedDict):
+    """The decision on the end of an attempt, as plain JSON."""
+
+    kind: str
+    """`restart`, `give_up` or `stop`."""
+    why: str
+    """The rule behind a `give_up` or a `stop`. Empty: a restart."""
+    reason: str | None
+    """The reason of the outcome that the decision follows."""
+    words: str
+    """The end in a few words."""
+    start: Mapping[int, int]
+    """The numbers of the attempts that a restart starts, by rank."""
+    charged: bool
+    """True: the restart counts against the budget."""
+    strikes: int
+    """The number of charged attempts of the rank in a row that made no progress."""
+    not_before: float
+    """The time before which the attempts do not start, in Unix time."""
+    at: float
+    """The time of the decision, in Unix time."""
+    by: str
+    """The process that decided."""
+
+
+class RestartDocument(TypedDict):
+    """The restarts of a replica as plain JSON."""
+
+    restarts: int
+    """The number of its attempts that were decided as restarts."""
+    charged: int
+    """The number of restarts that count against its budget now."""
+    left: int | None
+    """The number of restarts that the budget still allows. Null: nothing restarts the replica."""
+    next_at: float | None
+    """The time at which its next attempt is due, in Unix time. Null: none is due."""
+    decision: DecisionDocument | None
+    """The decision on its end. Null: there is none."""
+
+
+class InstallationDocument(TypedDict):
+    """The progress of an installation in a container, as plain JSON."""
+
+    package: str
+    """The package that takes longest. Empty: not known."""
+    for_s: float
+    """The time since its begin, in seconds."""
+    n_bytes: int | None
+    """The number of downloaded bytes. Null: not known."""
+    of_bytes: int | None
+    """The number of bytes to download. Null: not known."""
+
+
+class ReplicaDocument(RestartDocument):
+    """The state of one replica as plain JSON."""
+
+    rank: int
+    """The rank of the replica."""
+    backend: str
+    """The name of its backend."""
+    attempt: int
+    """The number of its newest attempt, from 0."""
+    status: ReplicaStatus
+    """The status of that attempt."""
+    doing: str
+    """The activity of the replica before its entrypoint runs, in a few words. Empty: none is known."""
+    heartbeat_age_s: float | None
+    """The age of its last heartbeat, in seconds. Null: it has none, or has ended."""
+    reported: Mapping[str, float | None]
+    """The numbers that the replica reported last, by name. Null: the number is not finite."""
+    left_s: float | None
+    """The remaining time at the current rate, in seconds. Null: not known."""
+    note: str
+    """The text of the column `note`. Empty: there is nothing to say."""
+    installation: InstallationDocument | None
+    """The progress of an installation in its container. Null: nothing is installed, or it is not known."""
+    reason: Reason | None
+    """The reason of its end. Null: success, or no end yet."""
+    exit_code: int | None
+    """The exit status of its process; minus the signal's number if a signal ended it. Null: not known."""
+    n_warnings: int
+    """The number of warnings of this attempt."""
+    unproven: bool
+    """True: the run is signed, and its key does not prove the outcome."""
+
+
+class WarningDocument(TypedDict):
+    """One warning of a run as plain JSON."""
+
+    text: str
+    """The warning."""
+    at: float
+    """The time of the first one, in Unix time."""
+    rank: int | None
+    """The rank. Null: the warning is about the whole run."""
+    attempt: int | None
+    """The number of the attempt. Null: the warning is about the whole run."""
+    count: int
+    """How often the warning came."""
+
+
+class AttemptDocument(TypedDict):
+    """The name of an attempt as plain JSON."""
+
+    rank: int
+    """The rank."""
+    attempt: int
+    """The number of the attempt, from 0."""
+
+
+class StateFields(TypedDict):
+    """The state of a run without its replicas, as plain JSON."""
+
+    run_id: str
+    """The name of the run."""
+    backend: str
+    """The name of its backend. Several names have a plus sign between them."""
+    status: ReplicaStatus
+    """The status of the run as a whole."""
+    min_replicas: int | None
+    """The number of successes that `--min-replicas` asks for. Null: all replicas must succeed."""
+    prospects: str
+    """Whether enough replicas can still succeed, in a few words. Empty: the launch did not ask for a number."""
+    joined: int
+    """The number of replicas that another machine added."""
+    left_s: float | None
+    """The remaining time of the run at the current rate, in seconds. Null: not known."""
+    n_warnings: int
+    """The number of different warnings of the newest attempts and of the run."""
+    warnings: Sequence[WarningDocument]
+    """The first warning of each replica, and the warnings of the run as a whole."""
+    restarts_by_reason: Mapping[str, int]
+    """The number of restarts, by the reason of the outcome before."""
+    standstills: Sequence[str]
+    """A line for each round that waits until a damaged object is deleted."""
+    forged_outcomes: Sequence[AttemptDocument]
+    """The attempts of a signed run that have an outcome without the run's key."""
+    forged_starts: Sequence[AttemptDocument]
+    """The attempts of a signed run that begin without the run's key."""
+
+
+class StatusDocument(StateFields):
+    """The state of a run as plain JSON."""
+
+    replicas: Sequence[ReplicaDocument]
+    """One object per replica, in the order of ranks."""
+
+
 @dataclass(frozen=True)
 class RestartState:
     """The restart decisions on one replica, as of one moment, from the decision log."""
@@ -123,7 +275,7 @@ class RestartState:
     """That budget. None: nothing restarts."""
     next_at: float | None = None
     """When its next attempt is due, in Unix time."""
-    decision: Mapping[str, Any] | None = None
+    decision: DecisionDocument | None = None
     """The decision on its end."""
     note: str = ""
     is_awaited: bool = False
@@ -131,10 +283,16 @@ class RestartState:
     is_permanent: bool = False
     """Whether it was given up, or the run stopped, because starting it again unchanged does not help."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> RestartDocument:
         """Return the fields for other programs, as plain JSON."""
         left = None if self.limit is None else max(0, self.limit - self.charged)
-        return {**{name: getattr(self, name) for name in ("restarts", "charged", "next_at", "decision")}, "left": left}
+        return {
+            "restarts": self.restarts,
+            "charged": self.charged,
+            "next_at": self.next_at,
+            "decision": self.decision,
+            "left": left,
+        }
 
 
 @dataclass(frozen=True)
@@ -241,18 +399,26 @@ class ReplicaState:
         is_odd = 0 < abs(value) < 0.005 or abs(value) >= 1e6  # four decimals would show 0.0000 or very many digits
         return f"{value:.2e}" if is_odd else f"{value:.4f}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> ReplicaDocument:
         """Return all fields except the result, as plain JSON."""
-        row = {
-            name: getattr(self, name)
-            for name in ("rank", "backend", "attempt", "status", "doing", "heartbeat_age_s", "reported", "left_s")
+        outcome, found = self.outcome, self.installation
+        return {
+            "rank": self.rank,
+            "backend": self.backend,
+            "attempt": self.attempt,
+            "status": self.status,
+            "doing": self.doing,
+            "heartbeat_age_s": self.heartbeat_age_s,
+            "reported": self.reported,
+            "left_s": self.left_s,
+            "note": self.note,
+            "installation": None if found is None else found.to_json(),
+            "reason": None if outcome is None else outcome.reason,
+            "exit_code": None if outcome is None else outcome.exit_code,
+            "n_warnings": 0 if self.warned is None else self.warned.count,
+            "unproven": outcome is not None and outcome.unproven,
+            **self.restart.to_json(),
         }
-        outcome = self.outcome
-        more = {"reason": outcome and outcome.reason, "exit_code": outcome and outcome.exit_code}
-        more |= {"n_warnings": 0 if self.warned is None else self.warned.count}
-        more |= {"unproven": outcome is not None and outcome.unproven}
-        installation = None if self.installation is None else asdict(self.installation)
-        return {**row, "note": self.note, "installation": installation, **more, **self.restart.to_json()}
 
 
 def alone_warning(outcomes: Sequence[Outcome]) -> str | None:
@@ -336,9 +502,9 @@ class FoundWarning:
     count: int = 1
     """How often it came."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> WarningDocument:
         """Return everything as plain JSON."""
-        return asdict(self)
+        return {"text": self.text, "at": self.at, "rank": self.rank, "attempt": self.attempt, "count": self.count}
 
 
 def describe_warnings(found: Sequence[FoundWarning], n: int, reference: str) -> str:
@@ -583,7 +749,7 @@ class RunStatus:
             parts.append(self.prospects)
         return self.counts + (f": {', '.join(parts)}" if parts else "")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> StatusDocument:
         """Return all fields as plain JSON."""
         return {
             "run_id": self.run_id,

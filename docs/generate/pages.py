@@ -6,9 +6,11 @@ python -m docs.generate.pages    writes each page whose text has changed
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
-from docs.generate import api, command, decisions, outcomes
+from docs.generate import api, command, decisions, json_documents, outcomes
+from executors.cli import documents
 
 FOLDER = Path(__file__).parents[1]
 ROUNDS, OUTER, LINKS, WORK, IDENTITY = "Rounds", "Outer optimizer", "Slow links", "Work and data", "Identity"
@@ -66,7 +68,9 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "reference/errors.md": outcomes.errors_page,
     "reference/outcomes.md": outcomes.outcomes_page,
     "reference/exit-codes.md": outcomes.exit_codes_page,
+    "reference/json.md": json_documents.json_page,
     "explanation/decisions.md": decisions.decisions_page,
+    **{f"json/{kind.name}.schema.json": partial(json_documents.schema_text, kind) for kind in documents.KINDS},
 }
 """Each generated page, relative to `docs/`, and the function that returns its text."""
 

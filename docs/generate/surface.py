@@ -11,7 +11,9 @@ from pathlib import Path
 import griffe
 
 from docs.generate import api
+from docs.generate.json_documents import schema_of
 from docs.generate.outcomes import EXIT_CODES, REASONS
+from executors.cli.documents import KINDS
 
 SURFACE = Path(__file__).parents[1] / "surface.txt"
 MODULES = (
@@ -77,9 +79,19 @@ def other_lines() -> Iterator[str]:
     yield from (f"outcome {reason}" for reason in REASONS)
 
 
+def json_lines() -> Iterator[str]:
+    """Yield a line for each field of each JSON document. A dot follows the name of an object inside a document."""
+    for kind in KINDS:
+        schema = schema_of(kind, is_strict=True)
+        yield f"json {kind.name}"
+        yield from (f"json {kind.name} {name}" for name in schema["properties"])
+        for inner, each in schema.get("$defs", {}).items():
+            yield from (f"json {kind.name} {inner}.{name}" for name in each["properties"])
+
+
 def surface() -> str:
     """Return the text of `docs/surface.txt`."""
-    return "\n".join(sorted({*python_lines(), *command_lines(), *other_lines()})) + "\n"
+    return "\n".join(sorted({*python_lines(), *command_lines(), *other_lines(), *json_lines()})) + "\n"
 
 
 if __name__ == "__main__":

@@ -690,7 +690,7 @@ def collect_rows(
         collect_rows(executor.poll, "local", run.handles, timeout=60.0)
     """
     wait_until_terminal(poll, handles, timeout)
-    rows = []
+    rows = list[Any]()
     for handle in handles:
         status = poll(handle)
         attempt, _ = Attempt.of_handle(handle, backend)

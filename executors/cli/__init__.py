@@ -162,7 +162,7 @@ def main() -> int:
             with contextlib.suppress(OSError):
                 print(f"Error: {error}", file=sys.stderr)
             with contextlib.suppress(OSError):
-                json_guard.print_failure({"error": str(error), "kind": type(error).__name__})
+                json_guard.print_failure({"error": str(error), "kind": type(error).__name__, "exit_code": FAILED})
                 sys.stdout.flush()
         # Python flushes stdout at exit. That would fail again, and change the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -189,13 +189,13 @@ def _call() -> int:
     except (KeyboardInterrupt, typer.Abort):
         returned = CANCELLED
     except ReplicasError as error:
-        code = _fail(error)
+        code = USAGE
         if isinstance(error, LaunchError):  # some replicas were started, so this is not a usage error
             code = CANCELLED if error.cancelled else FAILED
         elif error.was_waited_for or (isinstance(error, StoreError) and error.failing_since is not None):
             # The command line is right: a store or a backend failed for as long as the command waits for it.
             code = FAILED
-        return code
+        return _fail(error, code=code)
     except Exception as error:
         # the error is not from typer but a defect of this program, so show its traceback
         if not hasattr(error, "format_message"):
@@ -206,7 +206,7 @@ def _call() -> int:
 
         return _fail(error, explain(error, arguments))
     if returned == CANCELLED:
-        json_guard.print_failure({"exit_code": CANCELLED, "error": "interrupted"})
+        json_guard.print_failure({"error": "interrupted", "kind": None, "exit_code": CANCELLED})
     return returned if isinstance(returned, int) else 0
 
 
@@ -218,7 +218,7 @@ def _split_argv(arguments: list[str]) -> tuple[list[str], list[str] | None]:
     return arguments[:at], arguments[at + 1 :]
 
 
-def _fail(error: Exception, message: str | None = None) -> int:
+def _fail(error: Exception, message: str | None = None, *, code: int = USAGE) -> int:
     text = "\n  ".join([str(error) if message is None else message, *getattr(error, "__notes__", ())])
     if type(error).__name__ == "NoArgsIsHelpError":
         print(text)  # the text of this error is the help
@@ -228,8 +228,8 @@ def _fail(error: Exception, message: str | None = None) -> int:
         # The message of a `UsageProblem` contains the remedy, and a hint at --help would distract from it.
         if (context := getattr(error, "ctx", None)) is not None and not isinstance(error, UsageProblem):
             print(f"Try: {context.command_path} --help", file=sys.stderr)
-    json_guard.print_failure({"error": text, "kind": type(error).__name__})
-    return USAGE
+    json_guard.print_failure({"error": text, "kind": type(error).__name__, "exit_code": code})
+    return code
 
 
 def _show_warnings_as_lines() -> None:

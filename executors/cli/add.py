@@ -7,6 +7,7 @@ from typing import Annotated
 from typer import Option
 
 from executors.backend import as_backend
+from executors.cli.documents import AddedDocument
 from executors.cli.launch import report_cancelled_early, report_unreadable_run
 from executors.cli.options import (
     BackendOptions,
@@ -88,7 +89,8 @@ def add(
         if detach:
             output.print(f"Added {name_ranks(ranks)} on {executor.backend_name}.")
             if as_json:
-                output.document({"run_id": found.run_id, "added": ranks, "backend": executor.backend_name})
+                added: AddedDocument = {"run_id": found.run_id, "added": ranks, "backend": executor.backend_name}
+                output.document(added)
             return 0
         try:
             with without_unwritable_lines():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
 
+from executors.cli.documents import BackendDocument, BackendOption, BackendsDocument
 from executors.cli.options import name_type
 from executors.cli.output import JsonOption, Output
 from executors.cli.verb_help import describe
@@ -40,7 +41,8 @@ def backends(
         known = {name: name}
     found = [_describe(each, path) for each, path in sorted(known.items()) if name in (None, each)]
     if as_json:
-        output.document(found if name is None else found[0])
+        document: BackendsDocument = {"backends": found}
+        output.document(document)
         return 0
     if name is not None:
         _print_backend(output, found[0])
@@ -52,11 +54,17 @@ def backends(
     return 0
 
 
-def _describe(name: str, path: str) -> dict[str, Any]:
+def _describe(name: str, path: str) -> BackendDocument:
     from executors.registry import executor_class, get_executor
 
-    described: dict[str, Any] = {"name": name, "executor": path, "ready": False, "problem": None, "about": ""}
-    described["options"] = []
+    described: BackendDocument = {
+        "name": name,
+        "executor": path,
+        "ready": False,
+        "problem": None,
+        "about": "",
+        "options": [],
+    }
     try:
         cls = executor_class(name)
         described["about"] = (inspect.getdoc(cls) or "").partition("\n")[0]
@@ -69,7 +77,7 @@ def _describe(name: str, path: str) -> dict[str, Any]:
     return described
 
 
-def _print_backend(output: Output, backend: dict[str, Any]) -> None:
+def _print_backend(output: Output, backend: BackendDocument) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
@@ -85,7 +93,7 @@ def _print_backend(output: Output, backend: dict[str, Any]) -> None:
             output.print(Padding(Text(option["help"]), (0, 0, 0, 6), expand=False))
 
 
-def describe_options(cls: type) -> list[dict[str, Any]]:
+def describe_options(cls: type) -> list[BackendOption]:
     """Describe the options of an executor's class, from the signature and the docstrings of its constructor.
 
     Args:

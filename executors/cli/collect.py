@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from executors.cli.documents import CollectDocument, SkippedFile
 from executors.cli.options import (
     BackendOptions,
     ExecutorOption,
@@ -20,7 +21,7 @@ from executors.cli.options import (
     find_run,
     parse_path,
 )
-from executors.cli.output import FAILED, TIMED_OUT, JsonOption, Output, finite, inert, one_line, strict_json
+from executors.cli.output import FAILED, TIMED_OUT, JsonOption, Output, finite, inert, one_line, strict_json, versioned
 from executors.cli.verb_help import EXIT_CODES, describe
 from executors.cli.whole_folder import whole_folder
 from executors.errors import ReplicasError, StoreError
@@ -64,8 +65,9 @@ def collect(
     found = find_run(run, rendezvous, backend, option)
     in_time = found.status(reports=False).is_terminal or watch(found, output, timeout_s=timeout)
     summary = Summary.of(found, in_time=in_time)
-    document, code = finite(summary.document()), summary.code or 0
-    skipped: list[dict[str, Any]] = []
+    whole, code = summary.document(), summary.code or 0
+    document = finite(whole)
+    skipped: list[SkippedFile] = []
     artifacts: list[str] = []
     if out is not None:
         try:
@@ -81,7 +83,8 @@ def collect(
             why = f"Cannot write {str(error.filename)!r}: {error.strerror}."
             print(inert(f"Error: {why} No file was written to {str(out)!r}."), file=sys.stderr)
             if as_json:
-                output.document({**document, "out": None, "skipped": [], "error": why})
+                refused: CollectDocument = {**whole, "out": None, "artifacts": [], "skipped": [], "error": why}
+                output.document(refused)
             return FAILED
         output.print(f"Wrote {len(sizes)} files, {sum(sizes):,} bytes, to {out}")
         for artifact in artifacts[:MAX_NAMED]:
@@ -94,7 +97,8 @@ def collect(
             code = code or (FAILED if left["is_unreadable"] else 0)
     if as_json:
         place = None if out is None else str(out.absolute())
-        output.document({**document, "out": place, "artifacts": artifacts, "skipped": skipped})
+        collected: CollectDocument = {**whole, "out": place, "artifacts": artifacts, "skipped": skipped, "error": None}
+        output.document(collected)
         return code
     output.print_notes(document)
     if out is None:
@@ -106,7 +110,7 @@ def collect(
     return code
 
 
-def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+def _write(run: Run, document: dict[str, Any], folder: Path) -> list[SkippedFile]:
     """Write the results, logs and artifacts of a run into an empty folder.
 
     Returns:
@@ -116,7 +120,7 @@ def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, A
     from executors.view.run_view import all_artifacts
 
     view = view_of(run)
-    skipped: list[dict[str, Any]] = []
+    skipped: list[SkippedFile] = []
     for rank in run.ranks:
         (folder / str(rank)).mkdir()
         attempts = view.launched(rank)
@@ -131,10 +135,11 @@ def _write(run: Run, document: dict[str, Any], folder: Path) -> list[dict[str, A
                 # Otherwise the name of the artifact is the problem. Replicas choose these names, so that does not end
                 # the command.
                 is_unreadable = isinstance(error, StoreError)
-                left = {"rank": rank, "artifact": artifact.name, "problem": problem, "is_unreadable": is_unreadable}
-                skipped.append(left)
+                skipped.append(
+                    {"rank": rank, "artifact": artifact.name, "problem": problem, "is_unreadable": is_unreadable}
+                )
     with _named(folder / RESULTS):
-        (folder / RESULTS).write_text(strict_json(document) + "\n", encoding="utf-8")
+        (folder / RESULTS).write_text(strict_json(versioned(document)) + "\n", encoding="utf-8")
     return skipped
 
 

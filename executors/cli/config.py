@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Context, Option
 
 from executors.cli.backends import describe_options
+from executors.cli.documents import ConfigDocument, FoundSettingDocument
 from executors.cli.options import check_options
 from executors.cli.output import JsonOption, Output, UsageProblem, json_guard, refuse, usage_errors
 from executors.cli.verb_help import describe
@@ -186,11 +187,12 @@ def config(
         settings = read_settings(keys, config=config or (), profile=profile, entrypoint=entrypoint)
         _check_options(settings)
     if as_json:
-        found = {
+        found: dict[str, FoundSettingDocument] = {
             ".".join(place): {"value": setting.value, "origin": setting.origin}
             for place, setting in settings.found.items()
         }
-        output.document({"files": list(settings.files), "profile": profile, "settings": found})
+        document: ConfigDocument = {"files": list(settings.files), "profile": profile, "settings": found}
+        output.document(document)
         return 0
     lines: list[tuple[str, str]] = []
     table: tuple[str, ...] = ()

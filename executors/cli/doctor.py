@@ -9,13 +9,14 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Option
 
 from executors.backend import Backend, as_backend
+from executors.cli.documents import CheckDocument, DoctorDocument
 from executors.cli.options import BackendOptions, RendezvousOption, parse_values
 from executors.cli.output import FAILED, JsonOption, Output
 from executors.cli.verb_help import describe
@@ -52,6 +53,10 @@ class CheckResult:
     state: Literal["ok", "note", "wrong"]
     found: str
     advice: str = ""
+
+    def to_json(self) -> CheckDocument:
+        """Return everything as plain JSON."""
+        return {"what": self.what, "state": self.state, "found": self.found, "advice": self.advice}
 
 
 @describe(
@@ -95,7 +100,12 @@ def doctor(
                 output.print(f"{'':25}{finding.advice}", STYLES[finding.state])
     is_wrong = any(finding.state == "wrong" for finding in findings)
     if as_json:
-        output.document({"ok": not is_wrong, "facts": facts, "findings": [asdict(finding) for finding in findings]})
+        document: DoctorDocument = {
+            "ok": not is_wrong,
+            "facts": facts,
+            "findings": [finding.to_json() for finding in findings],
+        }
+        output.document(document)
     return FAILED if is_wrong else 0
 
 

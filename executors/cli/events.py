@@ -7,7 +7,7 @@ from typing import Annotated
 from typer import Option
 
 from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run
-from executors.cli.output import Output, json_guard, name_duration, note, one_line
+from executors.cli.output import Output, json_guard, name_duration, note, one_line, versioned
 from executors.cli.verb_help import describe
 from executors.view.report.event_reader import Event
 
@@ -37,7 +37,7 @@ def events(
     json_guard.has_document = as_json  # each line is a complete JSON document, so a failure must not add another one
     for event in found.events(follow, note):
         if as_json:
-            print(output.line(event.to_json()), flush=follow)
+            print(output.line(versioned(event.to_json())), flush=follow)
             continue
         is_well = event.reason == "succeeded"
         output.print(line_of_event(event, began_at), "green" if is_well else STYLES.get(event.kind))

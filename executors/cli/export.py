@@ -52,13 +52,14 @@ def export(
         if path is not None and (twice := given.setdefault(os.path.realpath(path), path)) is not path:
             refuse(f"{str(twice)!r} is given for two formats. Give each format its own path.")
     found = find_run(run, rendezvous, backend, option)
-    made: dict[str, Any] = {name: str(path) for name, path in files.items() if path is not None}
+    paths = {name: str(path) for name, path in files.items() if path is not None}
     try:
-        made |= _export(found, tensorboard, csv, jsonl, follow, output)
+        made = _export(found, tensorboard, csv, jsonl, follow, output)
     except OSError as error:
-        raise_write_error(error.filename or ", ".join(made.values()), error)
+        raise_write_error(error.filename or ", ".join(paths.values()), error)
     if as_json:
-        output.document({"run_id": found.run_id, **made})
+        document: Any = {"run_id": found.run_id, **paths, **made}  # the names of the formats are keys of the document
+        output.document(document)
     places = ", ".join(str(path) for path in files.values() if path is not None)
     events = "" if tensorboard is None else f" ({made['events']} new events)"
     output.print(f"Wrote {made['rows']} rows of {found.run_id} to {places}{events}.")

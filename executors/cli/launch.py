@@ -12,6 +12,7 @@ from typer import Argument, Context, Option
 
 from executors.backend import Backend
 from executors.cli.config import ConfigOption, ProfileOption, origins_of, settings_of, was_given, with_origins
+from executors.cli.documents import ErrorDocument
 from executors.cli.options import (
     BackendOptions,
     ColumnsOption,
@@ -211,7 +212,8 @@ def report_cancelled_early(output: Output, said: str = "Cancelled before the rep
     """
     output.print(said, "yellow")
     if output.as_json:
-        output.document({"exit_code": CANCELLED, "error": said})
+        document: ErrorDocument = {"error": said, "kind": None, "exit_code": CANCELLED}
+        output.document(document)
     return CANCELLED
 
 
@@ -406,7 +408,8 @@ def ended_without_store(run: Run, output: Output) -> int:
         said = f"{run.run_id} was not cancelled completely (see above). The store does not answer."
     output.print(said, "yellow")
     if output.as_json:
-        output.document({"run_id": run.run_id, "url": run.url, "exit_code": CANCELLED, "error": said})
+        document: ErrorDocument = {"error": said, "kind": None, "exit_code": CANCELLED, "run_id": run.run_id}
+        output.document({**document, "url": run.url})
     return CANCELLED
 
 
@@ -454,7 +457,8 @@ def report_unreadable_run(
     output.print(f"The state of {run.run_id} cannot be read any more: {error}", "red")
     output.print(then, "red")
     if output.as_json:
-        output.document({"run_id": run.run_id, "url": run.url, "exit_code": code, "error": f"{error} {then}"})
+        document: ErrorDocument = {"error": f"{error} {then}", "kind": type(error).__name__, "exit_code": code}
+        output.document({**document, "run_id": run.run_id, "url": run.url})
     return code
 
 

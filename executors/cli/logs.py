@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from executors.cli.documents import LogsDocument, StackDump, StacksDocument
 from executors.cli.options import (
     BackendOptions,
     ExecutorOption,
@@ -134,8 +135,12 @@ def logs(
         n_lines = lines if lines is not None else None if chosen.is_search and not follow else LAST_LINES
         if as_json:
             texts = logs_by_rank(view, rank or found.ranks, n_lines, which, chosen, note, name_unread)
-            rows = [{"rank": one, "log": text} for one, text in texts.items()]
-            Output(as_json).document({"run_id": found.run_id, "attempt": attempt, "replicas": rows})
+            logs: LogsDocument = {
+                "run_id": found.run_id,
+                "attempt": attempt,
+                "replicas": [{"rank": one, "log": text} for one, text in texts.items()],
+            }
+            Output(as_json).document(logs)
             return FAILED if unread else 0
         asked = rank[0] if rank is not None and len(rank) == 1 else rank
         # output that goes to a file or a program gets no colors of this command
@@ -175,13 +180,14 @@ def _show_stacks(run: Run, ranks: Sequence[int], which: Any, output: Output) -> 
     view = view_of(run)
     dumps = sorted(dump for dump in Inventory.of(view.store, run.run_id).stacks if dump[0] in ranks)
     newest = {rank: attempt for rank, attempt, _, _ in dumps}
-    rows = list[dict[str, Any]]()
+    rows = list[StackDump]()
     for rank, attempt, number, at in dumps:
         if which in ("all", attempt) or (which is None and attempt == newest[rank]):
             text = inert(read_stacks(view.newest_attempt(rank).at(attempt), number))
             rows.append({"rank": rank, "attempt": attempt, "number": number, "at": at, "text": text})
     if output.as_json:
-        output.document({"run_id": run.run_id, "stacks": rows})
+        document: StacksDocument = {"run_id": run.run_id, "stacks": rows}
+        output.document(document)
     for row in rows if not output.as_json else ():
         output.print(
             one_line(f"=== rank {row['rank']}, attempt {row['attempt']}, {name_moment(row['at'])} ==="), "bold"

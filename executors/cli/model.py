@@ -7,6 +7,7 @@ from typing import Annotated
 
 from typer import Option
 
+from executors.cli.documents import ModelDocument
 from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run, parse_path
 from executors.cli.output import JsonOption, Output, one_line, raise_write_error, refuse, usage_errors
 from executors.cli.verb_help import describe
@@ -62,19 +63,18 @@ def model(
     for note in written.notes:
         output.print(one_line(note), "yellow")
     if as_json:
-        output.document(
-            {
-                "run_id": found.run_id,
-                "name": name,
-                "out": str(out.absolute()),
-                "rounds": written.rounds,
-                "step": written.step,
-                "tensors": {
-                    key: {"dtype": str(values.dtype).removeprefix("torch."), "shape": list(values.shape)}
-                    for key, values in written.tensors.items()
-                },
-                "missing": dict(written.missing),
-                "notes": list(written.notes),
-            }
-        )
+        document: ModelDocument = {
+            "run_id": found.run_id,
+            "name": name,
+            "out": str(out.absolute()),
+            "rounds": written.rounds,
+            "step": written.step,
+            "tensors": {
+                key: {"dtype": str(values.dtype).removeprefix("torch."), "shape": list(values.shape)}
+                for key, values in written.tensors.items()
+            },
+            "missing": dict(written.missing),
+            "notes": list(written.notes),
+        }
+        output.document(document)
     return 0

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, TypeVar
 
 import typer
 
+from executors.cli.documents import VERSION, ErrorDocument
 from executors.errors import ReplicasError
 from executors.settings.durations import name_duration as name_duration
 from executors.status import name_ranks as name_ranks
@@ -57,7 +58,7 @@ class JsonGuard:
         """
         self.as_json, self.has_document = as_json, False
 
-    def print_failure(self, value: dict[str, Any]) -> None:
+    def print_failure(self, value: ErrorDocument) -> None:
         """Print the JSON document of a failed call, unless the call printed a document or needs none.
 
         Args:
@@ -65,7 +66,7 @@ class JsonGuard:
         """
         if self.as_json and not self.has_document:
             self.has_document = True
-            print(json.dumps(value))
+            print(json.dumps(versioned(value)))
 
 
 json_guard = JsonGuard()
@@ -149,17 +150,17 @@ class Output:
         finally:
             is_over.set()
 
-    def document(self, value: Any) -> None:
-        """Print the JSON document of the verb.
+    def document(self, value: Mapping[str, Any]) -> None:
+        """Print the JSON document of the verb, with the version of the documents.
 
         Args:
-            value: the document. Numbers that JSON does not have become null, and `notes` name them.
+            value: the document, of a type in `executors.cli.documents`. Numbers that JSON does not have become null,
+                and `notes` name them.
         """
         json_guard.has_document = True
-        if isinstance(value, dict):
-            value = finite(value)
-            self.print_notes(value)
-        print(strict_json(value, encoding=sys.stdout.encoding))
+        value = finite(value)
+        self.print_notes(value)
+        print(strict_json(versioned(value), encoding=sys.stdout.encoding))
 
     def line(self, value: Any) -> str:
         """Return a JSON value on one line, in the encoding of this output.
@@ -234,7 +235,19 @@ def note(text: str) -> None:
     print(inert(f"Note: {text}"), file=sys.stderr, flush=True)
 
 
-def finite(document: dict[str, Any]) -> dict[str, Any]:
+def versioned(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a document with the version of the documents as its first field.
+
+    Args:
+        document: the document.
+
+    Example:
+        versioned({"runs": []})  # {"version": 1, "runs": []}
+    """
+    return {"version": VERSION, **document}
+
+
+def finite(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a document in which null replaces each number that JSON cannot represent. Its field `notes` names the
     places.
 
@@ -245,7 +258,7 @@ def finite(document: dict[str, Any]) -> dict[str, Any]:
         finite({"loss": math.nan})["notes"]
     """
     notes = list(document.get("notes", ()))
-    copied = _finite(document, "", notes)
+    copied = _finite(dict(document), "", notes)
     return {**copied, "notes": notes} if notes else copied
 
 

@@ -8,11 +8,12 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 from urllib.parse import urlsplit
 
 from typer import Option
 
+from executors.cli.documents import LinkDocument, PlanDocument, PlannedRound, PlanPrices
 from executors.cli.options import parse_duration
 from executors.cli.output import JsonOption, Output, UsageProblem, name_age, refuse, usage_errors
 from executors.cli.plan_check import MeasuredLink, describe_link, find_link, load_planner, save_link
@@ -358,23 +359,29 @@ def _advice(plan: Any, free: Any, source: str) -> list[str]:
     return lines
 
 
-def _document(plan: Any, prices: Any, url: str | None, source: str, priced_on: str) -> dict[str, Any]:
+def _document(plan: Any, prices: Any, url: str | None, source: str, priced_on: str) -> PlanDocument:
     rounds = plan.rounds if plan.rounds is not None else STEPS_SHOWN / plan.choice.inner_steps
     choice = plan.choice
     return {
-        **{name: getattr(plan.workload, name) for name in ("params", "n", "step_s", "steps")},
+        "params": plan.workload.params,
+        "n": plan.workload.n,
+        "step_s": plan.workload.step_s,
+        "steps": plan.workload.steps,
         "store": url,
-        "link": {**asdict(plan.workload.link), "source": source},
+        "link": cast(LinkDocument, {**asdict(plan.workload.link), "source": source}),
         "processor": asdict(plan.workload.processor),
         "settings": {
-            **asdict(choice),
+            "inner_steps": choice.inner_steps,
+            "fragments": choice.fragments,
+            "overlap_steps": choice.overlap_steps,
+            "wire": choice.wire,
             "mean_wire": choice.resolved_mean_wire,
             "merge": "carry" if choice.overlap_steps else "anchor",
             "outer_lr": plan.outer[0],
             "outer_momentum": plan.outer[1],
         },
         "call": f"DiLoCo(model, {_settings(plan)})",
-        "round": {**asdict(plan.round), "seconds": plan.round.seconds},
+        "round": cast(PlannedRound, {**asdict(plan.round), "seconds": plan.round.seconds}),
         "hidden_s": plan.hidden_s,
         "late_s": plan.late_s,
         "share_lost": plan.share,
@@ -387,5 +394,5 @@ def _document(plan: Any, prices: Any, url: str | None, source: str, priced_on: s
             "requests_usd": None if prices is None else plan.requests_usd(prices, rounds),
             "egress_usd": None if prices is None else plan.egress_usd(prices, rounds),
         },
-        "prices": None if prices is None else {**asdict(prices), "of": priced_on},
+        "prices": None if prices is None else cast(PlanPrices, {**asdict(prices), "of": priced_on}),
     }

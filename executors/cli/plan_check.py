@@ -7,8 +7,9 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from executors.cli.documents import PlanComparisonDocument, PlanLink
 from executors.errors import ReplicasError, StoreError
 from executors.process import usable_cores
 from executors.registry.run_index import local_store
@@ -144,8 +145,9 @@ class PlanComparison:
     def ratio(self) -> float:
         return self.round_s / self.planned_s
 
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "ratio": self.ratio}
+    def to_json(self) -> PlanComparisonDocument:
+        link = cast(PlanLink, asdict(self.link))
+        return {"round_s": self.round_s, "planned_s": self.planned_s, "link": link, "ratio": self.ratio}
 
     def describe(self) -> str:
         """Return the comparison as a line: `rounds take 2.1x the plan: 30.1 s, planned 14.3 s …`."""

@@ -6,12 +6,22 @@ import contextlib
 import sys
 import time
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import BadParameter, Option
 
 from executors.attempt import Attempt
 from executors.attempt.handles import name_of_job, page_of_job
+from executors.cli.documents import (
+    CancelDocument,
+    CancelWithoutStoreDocument,
+    ListedRun,
+    RemovedDocument,
+    RunsDocument,
+    RunStatusDocument,
+    StatusReplica,
+    UnlaunchedDocument,
+)
 from executors.cli.options import (
     BackendOptions,
     ColumnsOption,
@@ -85,7 +95,8 @@ def ls(
     # the memory.
     rows = [_row_of(runs.pop(0)) for _ in range(n_rows)]
     if as_json:
-        output.document(rows)
+        listed: RunsDocument = {"runs": rows}
+        output.document(listed)
         return 0
     if not rows:
         output.print("No runs. Start one: replicas launch --n 4")
@@ -110,7 +121,7 @@ def ls(
     return 0
 
 
-def _row_of(run: Run) -> dict[str, Any]:
+def _row_of(run: Run) -> ListedRun:
     """Return the row of a run in the list.
 
     If the run cannot be read, the row has the problem, and no error is raised.
@@ -118,9 +129,17 @@ def _row_of(run: Run) -> dict[str, Any]:
     from executors.run.run import view_of
 
     view = view_of(run)
-    row: dict[str, Any] = {"run_id": run.run_id, "url": run.url, "backend": "", "world_size": 0, "n": 0}
-    row |= {"entrypoint": "", "created_at": 0.0, "problem": None}
-    row["status"] = "unreadable"  # happens if a power failure left half a record, or another program wrote the record
+    row: ListedRun = {
+        "run_id": run.run_id,
+        "url": run.url,
+        "backend": "",
+        "world_size": 0,
+        "n": 0,
+        "entrypoint": "",
+        "created_at": 0.0,
+        "status": "unreadable",  # holds if a power failure left half a record, or another program wrote it
+        "problem": None,
+    }
     try:
         record = view.record
         n = record.world_size
@@ -173,7 +192,7 @@ def status(
         view.check_not_removed()
     except RunBeingRemovedError as error:
         run_id = split_address(run)[1] if "/" in run else run
-        shown_as = {"run_id": run_id, "status": BEING_REMOVED, "problem": str(error)}
+        shown_as: UnlaunchedDocument = {"run_id": run_id, "status": "being removed", "problem": str(error)}
         output.document(shown_as) if as_json else output.print(str(error))
         return 0
     except RunNotFoundError:
@@ -183,8 +202,13 @@ def status(
         is_elsewhere = rendezvous is not None or "/" in named
         if is_elsewhere or (preparation := find_preparation(named)) is None:
             raise
-        text, state = preparation.describe(run), "preparing" if preparation.is_going_on else "never started"
-        output.document({"run_id": run, "status": state, "problem": text}) if as_json else output.print(text)
+        text = preparation.describe(run)
+        prepared: UnlaunchedDocument = {
+            "run_id": run,
+            "status": "preparing" if preparation.is_going_on else "never started",
+            "problem": text,
+        }
+        output.document(prepared) if as_json else output.print(text)
         return 0
     refusal: BackendError | None = None
     try:
@@ -204,14 +228,23 @@ def status(
     compared, spares = compare_with_plan(found), _describe_spares(found)
     if as_json:
         up = uptime_document(now, record.created_at, view.newest_attempt)
-        document = {**summary.document(), **now.to_json(), "availability": up["availability"]}
-        document |= {"flakiness": up["flakiness"], "attention": {str(rank): why for rank, why in attention.items()}}
-        document["spares"] = spares
-        document["plan"] = None if compared is None else compared.to_json()
-        document["backend_problem"] = None if refusal is None else str(refusal)
-        rows = [{**row, **more} for row, more in zip(document["replicas"], up["replicas"], strict=True)]
-        pages = [{"page": page_of_job(handles.get(row["rank"]))} for row in rows]
-        output.document({**document, "replicas": [{**row, **page} for row, page in zip(rows, pages, strict=True)]})
+        state = now.to_json()
+        rows: list[StatusReplica] = [
+            {**row, **more, "page": page_of_job(handles.get(row["rank"]))}
+            for row, more in zip(state["replicas"], up["replicas"], strict=True)
+        ]
+        document: RunStatusDocument = {
+            **summary.launch_fields(),
+            **state,
+            "availability": up["availability"],
+            "flakiness": up["flakiness"],
+            "attention": {str(rank): why for rank, why in attention.items()},
+            "spares": spares,
+            "plan": None if compared is None else compared.to_json(),
+            "backend_problem": None if refusal is None else str(refusal),
+            "replicas": rows,
+        }
+        output.document(document)
         return FAILED if check and attention else 0
     output.print(heading(found, n=len(now.replicas)), "bold")
     output.print(
@@ -349,7 +382,7 @@ def cancel(
         )
         output.print(said, "yellow")
         if as_json:
-            output.document({"run_id": run, "cancelled": None, "still_ending": None, "problem": f"{said} {error}"})
+            output.document(_without_store(run, f"{said} {error}"))
         return 0
     with usage_errors():
         for one in rank or ():
@@ -361,7 +394,7 @@ def cancel(
     if manager.canceller.was_ended_without_store:
         if as_json:
             said = "The jobs of the run were ended at their service. The store does not answer."
-            output.document({"run_id": run, "cancelled": None, "still_ending": None, "problem": said})
+            output.document(_without_store(run, said))
         return 0
     with _collect_errors(problems):
         after = found.status(reports=False)
@@ -386,8 +419,14 @@ def cancel(
         jobs = "1 job" if manager.n_withdrawn == 1 else f"{manager.n_withdrawn} jobs"
         output.print(f"Deleted {jobs} of {found.run_id} that a queue would have started again.")
     if as_json:
-        output.document({**after.to_json(), "cancelled": ended, "still_ending": ending})
+        document: CancelDocument = {**after.to_json(), "cancelled": ended, "still_ending": ending}
+        output.document(document)
     return 0
+
+
+def _without_store(run: str, problem: str) -> CancelWithoutStoreDocument:
+    """Return the document of a cancel at the service alone."""
+    return {"run_id": run, "cancelled": None, "still_ending": None, "problem": problem}
 
 
 @contextlib.contextmanager
@@ -446,5 +485,8 @@ def rm(
             print(inert(f"Error: {text}"), file=sys.stderr)
             problems[run] = text
     if as_json:
-        output.document([{"run": run, "removed": error is None, "problem": error} for run, error in problems.items()])
+        removed: RemovedDocument = {
+            "runs": [{"run": run, "removed": error is None, "problem": error} for run, error in problems.items()]
+        }
+        output.document(removed)
     return USAGE if any(problems.values()) else 0

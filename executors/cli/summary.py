@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from executors.cli.documents import LaunchFields, SummaryDocument
 from executors.cli.output import (
     CANCELLED,
     FAILED,
@@ -179,14 +180,12 @@ class Summary:
             standstills = run.status().standstills
         return cls(run, outcomes, code, run.warnings(note), standstills)
 
-    def document(self) -> dict[str, Any]:
-        """Return the summary as JSON."""
-        run, view = self.run, view_of(self.run)
+    def launch_fields(self) -> LaunchFields:
+        """Return the launch and the exit code as JSON."""
+        view = view_of(self.run)
         record = view.record
         return {
-            "run_id": run.run_id,
-            "url": run.url,
-            "backend": view.backend,
+            "url": self.run.url,
             "entrypoint": record.entrypoint,
             "world_size": view.world_size,
             "timeout_s": record.settings.timeout,
@@ -195,6 +194,14 @@ class Summary:
             "signed": record.settings.signed,
             "exit_code": self.code,
             "summary": find_summary(self.outcomes),
+        }
+
+    def document(self) -> SummaryDocument:
+        """Return the summary as JSON."""
+        return {
+            "run_id": self.run.run_id,
+            "backend": view_of(self.run).backend,
+            **self.launch_fields(),
             "n_warnings": len(self.warnings),
             "warnings": [each.to_json() for each in self.warnings[:MAX_WARNINGS]],
             "replicas": [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,7 +12,7 @@ from executors.cli.output import name_duration, one_line
 from executors.protocol import ReplicaStatus
 from executors.status import COLUMNS, HEADINGS, STEPS_PER_S, ReplicaState, RunStatus
 
-STYLES = {  # states in the order in which a short table shows their replicas
+STYLES: Mapping[str, str] = {  # states in the order in which a short table shows their replicas
     ReplicaStatus.FAILED: "bold red",
     ReplicaStatus.RUNNING: "cyan",
     ReplicaStatus.CANCELLED: "yellow",

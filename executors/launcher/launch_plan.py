@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from executors.backend import affordable_s, as_executor, no_progress
 from executors.errors import BackendError, RunExistsError
@@ -51,6 +51,29 @@ if TYPE_CHECKING:
     from executors.run.run import Run
 
 NEEDED_SOON = ("executors.run.run", "executors.store.file", "platformdirs")
+
+
+class DryRunDocument(TypedDict):
+    """A launch that was checked and not started. Values of environment variables are masked."""
+
+    dry_run: bool
+    """True."""
+    run_id: str
+    """The name that the run would have."""
+    url: str
+    """The address that the run would have."""
+    executor: str
+    """The class of the executor, as `package.module:Class`."""
+    timeout_s: float | None
+    """The time limit of each replica, in seconds. Null: none."""
+    usd_per_hour: float | None
+    """The price of all replicas, in US dollars per hour. Null: not known."""
+    run_record: dict[str, Any]
+    """The record of the run, as it would be stored."""
+    task_record: dict[str, Any]
+    """The record of the task, as it would be stored."""
+    request: dict[str, Any]
+    """The request to the backend. With several backends: a request for each, by name."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +164,7 @@ class LaunchPlan:
         """Return a sentence if each container first installs torch, with what avoids it; else an empty one."""
         return "" if self.package is None else self.placements.installation_note(self.package.requirements)
 
-    def dry_run(self) -> dict[str, Any]:
+    def dry_run(self) -> DryRunDocument:
         """Check what `start` would still check, and return as JSON what it would write and ask for.
 
         Values of environment variables are masked.
@@ -163,8 +186,8 @@ class LaunchPlan:
             "executor": import_path(placements.executor),
             "timeout_s": settings.timeout,
             "usd_per_hour": self.usd_per_hour(),
-            RUN_RECORD: new.record,
-            "task/task.json": json.loads(new.task),
+            "run_record": new.record,
+            "task_record": json.loads(new.task),
             "request": asked,
         }
 

@@ -17,14 +17,13 @@ from executors.restarts.decision_text import PERMANENT, RestartTally, describe_d
 from executors.restarts.orders import stop_reason
 from executors.restarts.rules import RunFacts, decide
 from executors.settings.policy import Restarts
-from executors.status import WAITS_FOR_CONTROLLER, DecisionLine, ReplicaState, RestartState
+from executors.status import WAITS_FOR_CONTROLLER, DecisionDocument, DecisionLine, ReplicaState, RestartState
 from executors.store import Store
 from executors.store.run_key import find_key
 from executors.store.url import is_near
 from executors.task.record import RunRecord
 
 OVERDUE_S = 15.0  # a live supervisor needs at most this time to decide on an end and to start the next attempt
-SHOWN = ("kind", "why", "reason", "words", "start", "charged", "strikes", "not_before", "at", "by")
 RESUME_S = 60.0  # the longest time from the entry of a resume to the claim of its replicas
 CLOCKS_S = 60.0  # a time that is further in the future shows that a clock is wrong, on this machine or on the writer's
 
@@ -180,7 +179,7 @@ class RestartView:
         answer = decision_on(log, end.rank, end.attempt)
         order = blocking_order(log, end.rank)
         if answer is not None:
-            known = replace(known, decision={name: getattr(answer, name) for name in SHOWN})
+            known = replace(known, decision=_decision_document(answer))
         if answer is not None and answer.kind in ("give_up", "stop"):
             note = describe_wait(log, log.index(answer), self._launched, now)
             return replace(state, restart=replace(known, note=note, is_permanent=answer.why in PERMANENT))
@@ -250,6 +249,22 @@ class RestartView:
             )
             found.append(decide(log, end, others, policy, facts, now))
         return next((answer for answer in found if answer is not None and answer.kind != "give_up"), found[0])
+
+
+def _decision_document(entry: Decision) -> DecisionDocument:
+    """Return the fields of a decision that other programs need, as plain JSON."""
+    return {
+        "kind": entry.kind,
+        "why": entry.why,
+        "reason": entry.reason,
+        "words": entry.words,
+        "start": entry.start,
+        "charged": entry.charged,
+        "strikes": entry.strikes,
+        "not_before": entry.not_before,
+        "at": entry.at,
+        "by": entry.by,
+    }
 
 
 def was_stopped(log: Sequence[Decision], outcome: Outcome) -> bool:

@@ -33,7 +33,7 @@ def bring_back(run_id: str) -> Run:
 def test_chaos_kills_only_the_attempt_and_place_of_its_spec(folder: Folder) -> None:
     later = "kill:rank=1,at=outcome,attempt=1"
     shown = folder.launch("job:main", "--chaos", KILL, "--dry-run").json
-    assert shown["run.json"]["settings"]["chaos"] == shown["request"]["spec"]["settings"]["chaos"] == [KILL]
+    assert shown["run_record"]["settings"]["chaos"] == shown["request"]["spec"]["settings"]["chaos"] == [KILL]
     told = folder.launch("job:main", "--chaos", KILL, "--chaos", later, "--run-id", "shaken")
     assert told.code == 1
     assert f"on local, no time limit, chaos {KILL}" in told.stdout

@@ -66,7 +66,7 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(
     monkeypatch.setenv("REPLICAS_N", "3")
     monkeypatch.setenv("REPLICAS_TIMEOUT", "1h")
     planned = here.replicas("launch", "--n", 2, "--dry-run", "--option", "max_parallel=1").json
-    record = planned["run.json"]
+    record = planned["run_record"]
     (place,), settings = record["placements"], record["settings"]
     assert (settings["n"], settings["timeout"], place["executor_options"]["max_parallel"]) == (2, 3600.0, 1)
     origins = record["origins"]

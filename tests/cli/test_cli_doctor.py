@@ -56,7 +56,7 @@ def test_doctor_starts_a_replica_with_probe_and_leaves_nothing(here: HereInstead
     result = here.replicas("doctor", "--probe", "--option", "preload=[]", "--json")
     assert result.code == 0, result
     assert "cores " in result.json["findings"][-1]["found"]
-    assert here.replicas("ls", "--json").json == []
+    assert here.replicas("ls", "--json").json["runs"] == []
 
 
 def test_doctor_with_a_gpu_shows_the_driver_torch_and_the_time_of_each_step(
@@ -78,7 +78,9 @@ def test_doctor_with_a_gpu_shows_the_driver_torch_and_the_time_of_each_step(
 
 
 def test_backends_shows_the_type_default_and_meaning_of_every_option(here: HereInstead) -> None:
-    local = next(backend for backend in here.replicas("backends", "--json").json if backend["name"] == "local")
+    local = next(
+        backend for backend in here.replicas("backends", "--json").json["backends"] if backend["name"] == "local"
+    )
     assert (local["ready"], local["problem"]) == (True, None)
     options = {option["name"]: option for option in local["options"]}
     assert options["max_parallel"]["type"] == "int | None"
@@ -93,7 +95,7 @@ def test_backends_shows_one_that_is_named_and_refuses_a_name_that_is_invalid(her
     shown = here.replicas("backends", "modal").stdout
     assert shown.startswith("modal  ready")
     assert "local  ready" not in shown
-    assert here.replicas("backends", "hf", "--json").json["name"] == "hf"
+    assert here.replicas("backends", "hf", "--json").json["backends"][0]["name"] == "hf"
     told = here.replicas("backends", "modul")
     assert (told.code, "No backend named 'modul'. Did you mean 'modal'?" in told.stderr) == (2, True)
 
@@ -110,7 +112,7 @@ def test_a_backend_that_cannot_be_loaded_is_listed_with_the_reason(folder: Folde
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-backend\nVersion: 1\n")
     (package / "entry_points.txt").write_text("[replicas.backends]\nbroken = no_such_module:Thing\n")
-    broken = next(b for b in folder.replicas("backends", "--json").json if b["name"] == "broken")
+    broken = next(b for b in folder.replicas("backends", "--json").json["backends"] if b["name"] == "broken")
     assert (broken["ready"], "no_such_module" in broken["problem"]) == (False, True)
 
 

@@ -6,8 +6,10 @@ import json
 
 import pytest
 from support.cli import HereInstead
+from support.documents import problems_of
 
 from executors import LocalProcessExecutor, Run, attach, launch
+from executors.cli.documents import VERSION
 from executors.view.report.event_reader import KINDS
 
 JOB = """
@@ -43,7 +45,8 @@ def test_events_are_shown_as_lines_and_as_json_and_followed_to_the_end(job: Here
     mine = [(row["kind"], row["attempt"]) for row in rows if row["rank"] == 1 and row["kind"] != "first_progress"]
     assert mine == [("claimed", 0), ("ended", 0), ("decided", 0), ("claimed", 1), ("ended", 1)]
     assert [row["kind"] for row in (rows[0], rows[-1])] == ["launched", "finished"]
-    assert [event.to_json() for event in attach("mine").events()] == rows
+    assert [{"version": VERSION, **event.to_json()} for event in attach("mine").events()] == rows
+    assert [problem for row in rows for problem in problems_of("event", row)] == []
     lines = job.replicas("events", "mine", "-f").stdout
     assert len(lines.splitlines()) == len(rows)
     for text in ("signal: Replica 1 of 2 was ended by signal 9 (SIGKILL).", "restarting rank 1 as attempt 1 (1 of 1)"):

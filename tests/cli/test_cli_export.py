@@ -105,11 +105,11 @@ def test_a_tracker_is_named_by_an_option_a_settings_file_or_the_environment(
     (here.folder.path / "live.py").write_text(TRAIN)
     (here.folder.path / "go").touch()
     made = here.replicas("launch", "live.py", "--n", 1, "--tracker", "live:Tracker", "--dry-run", "--json").json
-    assert (made["run.json"]["settings"]["tracker"], made["run.json"]["origins"]["tracker"]) == (
+    assert (made["run_record"]["settings"]["tracker"], made["run_record"]["origins"]["tracker"]) == (
         "live:Tracker",
         "--tracker",
     )
-    assert made["task/task.json"]["launched_with"]["settings"]["tracker"] == "live:Tracker"
+    assert made["task_record"]["launched_with"]["settings"]["tracker"] == "live:Tracker"
     (here.folder.path / "replicas.toml").write_text('tracker = "live:Tracker"\n')
     assert here.replicas("launch", "live.py", "--n", 1, "--run-id", "one", "--json").code == 0
     assert "'replicas': 1" in (here.folder.path / "tracked-0").read_text()

@@ -185,7 +185,7 @@ def test_a_third_partys_class_is_a_backend(here: HereInstead, folder: Folder) ->
 
 def test_without_an_entrypoint_the_default_task_of_the_installation_runs(here: HereInstead) -> None:
     planned = here.replicas("launch", "--n", 2, "--dry-run", "--option", "preload=[]")
-    assert planned.json["run.json"]["entrypoint"] == "diloco.demo:train"
+    assert planned.json["run_record"]["entrypoint"] == "diloco.demo:train"
 
 
 USAGE = [
@@ -282,10 +282,10 @@ def test_a_dry_run_shows_the_exact_request_and_leaves_no_trace(folder: Folder, s
     assert set(request["environ"].values()) == {"***"}
     assert (request["timeout_s"], request["term_grace_s"]) == (90.0, 0.5)
     asked = {"restarts": "3/3600s,oom=0", "hang_timeout": "2m", "start_timeout": "20m"}
-    for settings in (request["spec"]["settings"], result.json["run.json"]["settings"]):
+    for settings in (request["spec"]["settings"], result.json["run_record"]["settings"]):
         assert {name: settings[name] for name in asked} == asked
-    assert result.json["task/task.json"]["args"] == {"times": 3}
-    assert result.json["run.json"]["placements"][0]["env"] == ["TOKEN"]
+    assert result.json["task_record"]["args"] == {"times": 3}
+    assert result.json["run_record"]["placements"][0]["env"] == ["TOKEN"]
     assert "hunter2" not in result.stdout + result.stderr
     assert sorted(folder.path.rglob("*")) == before
     assert not state_home.exists()
@@ -298,9 +298,9 @@ def test_what_a_dry_run_shows_is_what_a_launch_records_and_a_taken_id_is_refused
     run = attach("same")
     own = {"created_at", "launcher_pid"}
     assert {k: v for k, v in json.loads(bytes(view_of(run).store.get("same/run.json"))).items() if k not in own} == {
-        k: v for k, v in planned["run.json"].items() if k not in own
+        k: v for k, v in planned["run_record"].items() if k not in own
     }
-    assert json.loads(bytes(view_of(run).store.get("same/task/task.json"))) == planned["task/task.json"]
+    assert json.loads(bytes(view_of(run).store.get("same/task/task.json"))) == planned["task_record"]
     assert planned["url"] == run.url
     for more in ((), ("--dry-run",)):
         result = here.launch("job:main", "--run-id", "same", *more)

@@ -173,8 +173,8 @@ def test_a_run_starts_from_another_ones_model_in_another_store(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     options = ("tuned.py:main", "--n", 3, "--arg", f"folder={tmp_path}", "--from", source.url, "--run-id", "tuned")
     planned = here.replicas("launch", *options, "--dry-run").json
-    assert planned["run.json"]["settings"]["from_run"] == source.url
-    assert planned["run.json"]["key_id"] == view_of(source).record.key_id
+    assert planned["run_record"]["settings"]["from_run"] == source.url
+    assert planned["run_record"]["key_id"] == view_of(source).record.key_id
     done = here.replicas("launch", *options)
     assert done.code == 0, done
     first = here.replicas("model", "tuned", "--round", 0, "--out", tmp_path / "first").code
@@ -195,4 +195,4 @@ def test_a_source_that_cannot_be_used_is_refused_before_anything_is_written(here
     ):
         refused = here.replicas("launch", "job:main", "--n", 1, "--run-id", "new", *options)
         assert (refused.code, says in refused.stderr) == (2, True), refused
-        assert "new" not in {row["run_id"] for row in here.replicas("ls", "--json").json}
+        assert "new" not in {row["run_id"] for row in here.replicas("ls", "--json").json["runs"]}

@@ -89,9 +89,9 @@ def test_logs_cancel_and_rm_print_one_document(here: HereInstead, local: LocalPr
     assert (told["cancelled"], told["still_ending"]) == ([1], [])
     assert told["replicas"][1]["exit_code"] != 0
     told = here.replicas("rm", "mine", "gone", "--json")
-    assert (told.code, [row["removed"] for row in told.json]) == (2, [False, False])
+    assert (told.code, [row["removed"] for row in told.json["runs"]]) == (2, [False, False])
     run.cancel()
-    assert here.replicas("rm", "mine", "--json").json == [{"run": "mine", "removed": True, "problem": None}]
+    assert here.replicas("rm", "mine", "--json").json["runs"] == [{"run": "mine", "removed": True, "problem": None}]
 
 
 def shared_with_a_group(folder: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_read_hides_no_other_run(
         (runs / name).chmod(0o700)
     os.seteuid(NOBODY)
     try:
-        rows = here.replicas("ls", "--rendezvous", runs, "--json").json
+        rows = here.replicas("ls", "--rendezvous", runs, "--json").json["runs"]
     finally:
         os.seteuid(0)
     assert [(row["run_id"], row["status"]) for row in rows] == [("private", "unreadable"), ("mine", "succeeded")]
@@ -220,7 +220,7 @@ def test_a_note_that_is_half_written_hides_no_run_and_stops_no_cancel(
         eventually(lambda: "hanging" in run.logs(0))
         for run_id in ("mine", "far"):
             (state_home / "replicas" / run_id / "launched.json").write_text("")  # as after a power cut
-        rows = {row["run_id"]: row for row in here.replicas("ls", "--json").json}
+        rows = {row["run_id"]: row for row in here.replicas("ls", "--json").json["runs"]}
         assert (rows["mine"]["status"], rows["far"]["status"]) == ("succeeded", "unreadable")
         assert "'far/launched.json' in file://" in rows["far"]["problem"]
         told = here.replicas("status", "far")
@@ -231,7 +231,7 @@ def test_a_note_that_is_half_written_hides_no_run_and_stops_no_cancel(
     told = here.replicas("resume", "far", "--rendezvous", there)
     assert (told.code, "'far/launched.json' in file://" in told.stderr, "--task-digest" in told.stderr) == (2, 1, 1)
     assert here.replicas("rm", "far", "--rendezvous", there).code == 0
-    assert [row["run_id"] for row in here.replicas("ls", "--json").json] == ["mine"]
+    assert [row["run_id"] for row in here.replicas("ls", "--json").json["runs"]] == ["mine"]
     assert here.replicas("rm", "mine").code == 0
 
 
@@ -241,7 +241,7 @@ def test_a_note_that_is_half_written_of_a_run_that_no_one_finds_is_removed_by_it
     launch(local, "job:main", 1, run_id="far", rendezvous=tmp_path / "runs").wait()
     (state_home / "replicas" / "far" / "launched.json").write_text("")
     assert here.replicas("rm", "far").code == 0
-    assert here.replicas("ls", "--json").json == []
+    assert here.replicas("ls", "--json").json["runs"] == []
     assert here.replicas("status", "far", "--rendezvous", tmp_path / "runs", "--json").json["status"] == "succeeded"
 
 
@@ -264,7 +264,7 @@ def test_a_run_that_is_removed_meanwhile_is_left_out_of_the_list(
         return stat(path, **options)
 
     monkeypatch.setattr(Path, "stat", vanishing)
-    assert [row["run_id"] for row in here.replicas("ls", "--json").json] == ["mine"]
+    assert [row["run_id"] for row in here.replicas("ls", "--json").json["runs"]] == ["mine"]
 
 
 def test_runs_at_a_bucket_that_refuses_are_listed_and_it_is_asked_once(
@@ -274,13 +274,15 @@ def test_runs_at_a_bucket_that_refuses_are_listed_and_it_is_asked_once(
     for number in range(3):
         remember(f"away-{number}", s3.url("runs"))
     s3.misbehave(forbidden=["GET", "HEAD"])
-    *rows, mine = sorted(here.replicas("ls", "--json").json, key=lambda row: row["run_id"])
+    *rows, mine = sorted(here.replicas("ls", "--json").json["runs"], key=lambda row: row["run_id"])
     s3.misbehave()
     assert (mine["run_id"], mine["status"]) == ("mine", "succeeded")
     assert [(row["run_id"], row["status"]) for row in rows] == [(f"away-{i}", "unknown") for i in range(3)]
     assert all("403" in row["problem"] for row in rows)
     assert len(s3.requests("GET", "run.json")) == 1
-    assert [row["run_id"] for row in here.replicas("ls", "--json").json] == ["mine"], "it says now that there are none"
+    assert [row["run_id"] for row in here.replicas("ls", "--json").json["runs"]] == ["mine"], (
+        "it says now that there are none"
+    )
 
 
 def test_a_bucket_that_is_not_there_is_tried_once_for_each_list(
@@ -289,7 +291,7 @@ def test_a_bucket_that_is_not_there_is_tried_once_for_each_list(
     remember("away", "s3://bucket/runs?endpoint_url=http://127.0.0.1:9&region=x")
     defaults: Any = S3Store.__init__.__kwdefaults__
     monkeypatch.setitem(defaults, "sleep", lambda pause_s: pytest.fail(f"it waits for {pause_s:g} s and tries again"))
-    (row,) = here.replicas("ls", "--json").json
+    (row,) = here.replicas("ls", "--json").json["runs"]
     assert (row["run_id"], row["status"], "127.0.0.1:9" in row["problem"]) == ("away", "unknown", True)
 
 
@@ -313,7 +315,7 @@ def test_a_missing_boto3_hides_no_other_run(
     launch(local, "job:main", 1, run_id="mine").wait()
     remember("away", "s3://bucket/runs-without-boto3")
     monkeypatch.setitem(sys.modules, "botocore.session", None)
-    away, mine = sorted(here.replicas("ls", "--json").json, key=lambda row: row["run_id"])
+    away, mine = sorted(here.replicas("ls", "--json").json["runs"], key=lambda row: row["run_id"])
     assert (mine["run_id"], mine["status"]) == ("mine", "succeeded")
     assert (away["run_id"], away["status"], "needs boto3" in away["problem"]) == ("away", "unknown", True)
 
@@ -329,7 +331,7 @@ def test_a_run_at_an_endpoint_that_is_not_a_url_hides_no_other_in_ls(
     launch(local, "job:main", 1, run_id="mine").wait()
     remember("away", f"s3://bucket/runs{at_launch}")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
-    away, mine = sorted(here.replicas("ls", "--json").json, key=lambda row: row["run_id"])
+    away, mine = sorted(here.replicas("ls", "--json").json["runs"], key=lambda row: row["run_id"])
     assert (mine["run_id"], mine["status"]) == ("mine", "succeeded")
     assert (away["run_id"], away["status"], "AWS_ENDPOINT_URL" in away["problem"]) == ("away", "unknown", True)
     removed = here.replicas("rm", "away")

@@ -8,6 +8,7 @@ import pytest
 from support.cli import HereInstead
 
 from executors import LocalProcessExecutor, attach, launch
+from executors.cli.documents import VERSION
 from executors.run.run import view_of
 from executors.testing import eventually
 from executors.view.run_page import report_document
@@ -31,7 +32,8 @@ def test_report_writes_a_page_named_after_the_run(here: HereInstead, failed: str
 
 def test_report_prints_what_the_page_shows_as_one_document(here: HereInstead, failed: str) -> None:
     made = here.replicas("report", failed, "--json").json
-    assert made == report_document(view_of(attach("mine"))) | {"as_of": made["as_of"]}
+    shown = report_document(view_of(attach("mine")))
+    assert made == {"version": VERSION, **shown, "as_of": made["as_of"]}
     assert (made["run_id"], made["status"], made["numbers"]["restarts"]) == ("mine", "failed", 0)
     assert [row["status"] for row in made["replicas"]] == ["succeeded", "failed"]
     assert not (here.folder.path / "mine.html").exists()

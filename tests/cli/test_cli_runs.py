@@ -52,7 +52,7 @@ def main():
 
 def test_ls_shows_every_run_the_newest_last(here: HereInstead, local: LocalProcessExecutor) -> None:
     assert "replicas launch" in here.replicas("ls").stdout
-    assert here.replicas("ls", "--json").json == []
+    assert here.replicas("ls", "--json").json["runs"] == []
     (here.folder.path / "script.py").write_text("print('hello')\n")
     launch(local, "script.py", 1, run_id="first").wait()
     ended(local, "fail", 1, "second", ranks=[0])
@@ -64,7 +64,11 @@ def test_ls_shows_every_run_the_newest_last(here: HereInstead, local: LocalProce
             ["second", "local", "1", "job:fail", "failed"],
             ["third", "local", "1", "job:hang", "running"],
         ]
-        assert [row["status"] for row in here.replicas("ls", "--json").json] == ["succeeded", "failed", "running"]
+        assert [row["status"] for row in here.replicas("ls", "--json").json["runs"]] == [
+            "succeeded",
+            "failed",
+            "running",
+        ]
         assert "2 older" in here.replicas("ls", "--last", 1).stdout
 
 
@@ -72,7 +76,7 @@ def test_ls_of_a_rendezvous_shows_the_runs_there(
     here: HereInstead, local: LocalProcessExecutor, tmp_path: Path
 ) -> None:
     launch(local, "job:main", 1, run_id="away", rendezvous=tmp_path / "there").wait()
-    rows = here.replicas("ls", "--rendezvous", tmp_path / "there", "--json").json
+    rows = here.replicas("ls", "--rendezvous", tmp_path / "there", "--json").json["runs"]
     assert [row["run_id"] for row in rows] == ["away"]
 
 
@@ -474,4 +478,4 @@ def test_rm_deletes_runs_and_refuses_one_that_still_runs(
         assert attach("busy").status().status is ReplicaStatus.RUNNING
     assert not (state_home / "replicas" / "first").exists()
     assert here.replicas("rm", "busy").code == 0
-    assert here.replicas("ls", "--json").json == []
+    assert here.replicas("ls", "--json").json["runs"] == []

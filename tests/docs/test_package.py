@@ -167,4 +167,4 @@ def test_without_extras_what_is_missing_is_said_with_the_command_that_installs_i
 def problems(environment: Environment, folder: Path) -> dict[str, str | None]:
     """What keeps each backend from being used."""
     rows = json.loads(environment.run(folder, "python", "-m", "executors.cli", "backends", "--json"))
-    return {row["name"]: row["problem"] for row in rows}
+    return {row["name"]: row["problem"] for row in rows["backends"]}

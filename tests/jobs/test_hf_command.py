@@ -69,7 +69,7 @@ def without_sdk(*arguments: object) -> Result:
     code = "import sys; sys.modules['huggingface_hub'] = None; from executors.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    return Result(done.returncode, done.stdout, done.stderr)
+    return Result(done.returncode, done.stdout, done.stderr, *arguments[:1])
 
 
 def test_a_missing_sdk_is_reported_with_the_command_that_installs_it(
@@ -79,13 +79,15 @@ def test_a_missing_sdk_is_reported_with_the_command_that_installs_it(
     assert (told.code, told.stdout, told.stderr) == (2, "", f"Error: {NO_SDK}\n")
     assert nothing_began(hf, s3, state_home)
     told = without_sdk("backends", "--json")
-    (described,) = [backend for backend in told.json if backend["name"] == "hf"]
+    (described,) = [backend for backend in told.json["backends"] if backend["name"] == "hf"]
     assert (described["ready"], described["problem"]) == (False, NO_SDK)
     assert {option["name"] for option in described["options"]} >= {"flavor", "image", "labels"}
 
 
 def test_the_backends_tell_the_options_of_this_one(here: HereInstead) -> None:
-    (described,) = [backend for backend in here.replicas("backends", "--json").json if backend["name"] == "hf"]
+    (described,) = [
+        backend for backend in here.replicas("backends", "--json").json["backends"] if backend["name"] == "hf"
+    ]
     assert (described["ready"], described["about"]) == (True, "Runs replicas as Hugging Face Jobs.")
     options: dict[str, Any] = {option["name"]: option for option in described["options"]}
     assert options["flavor"]["type"] == "str | None"
@@ -108,11 +110,11 @@ def test_options_reach_the_request_and_wrong_ones_are_named(hf: HubServer, here:
     request = told.json["request"]["jobs"][7]
     assert (request["flavor"], request["timeout"]) == ("a100-large", 990)
     assert request["image"] == "python:{}.{}".format(*sys.version_info)
-    assert "einops" in told.json["task/task.json"]["requirements"]
+    assert "einops" in told.json["task_record"]["requirements"]
     Path("trackio.py").touch()
     for pip, users in (("einops", []), ("trackio>=0.1", ["trackio>=0.1"])):
         told = here.replicas(*LAUNCH, "--dry-run", "--tracker", "trackio", "--option", f'pip=["{pip}"]')
-        task = told.json["task/task.json"]
+        task = told.json["task_record"]
         found = [line for line in task["requirements"] if line.startswith("trackio")]
         assert (len(found), found == users) == (1, users != []), told
         assert (found[0] in task["pins"]) == (users == [])
@@ -123,7 +125,7 @@ def test_the_price_is_printed_before_the_launch_and_limits_the_time(hf: HubServe
     # Two T4 at 40 cents an hour each.
     told = here.replicas(*LAUNCH, "--n", 2, "--gpu", "T4", "--max-cost", "0.20", "--dry-run")
     assert (round(told.json["usd_per_hour"], 2), round(told.json["timeout_s"])) == (0.80, 900)
-    assert told.json["run.json"]["settings"]["max_cost"] == 0.2
+    assert told.json["run_record"]["settings"]["max_cost"] == 0.2
     told = here.replicas(*LAUNCH, "--n", 2, "--gpu", "T4", "--max-cost", "80", "--timeout", "90", "--dry-run")
     assert told.json["timeout_s"] == 90
     told = here.replicas(*LAUNCH, "--n", 2, "--max-cost", "1", "--option", "flavor=of-tomorrow")

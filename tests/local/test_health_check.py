@@ -112,8 +112,8 @@ def test_an_answer_that_takes_too_long_is_within_the_limit(monkeypatch: pytest.M
 
 def test_a_check_is_looked_at_before_anything_is_started(folder: Folder, here: HereInstead) -> None:
     shown = folder.launch("job:main", "--health-check", "job:keep", "--dry-run").json
-    assert shown["run.json"]["settings"]["health_check"] == "job:keep"
-    assert shown["task/task.json"]["launched_with"]["settings"]["health_check"] == "job:keep"
+    assert shown["run_record"]["settings"]["health_check"] == "job:keep"
+    assert shown["task_record"]["launched_with"]["settings"]["health_check"] == "job:keep"
     told = folder.launch("job:main", "--health-check", "job:kep")
     assert told.code == 2
     assert "'kep' does not exist in it. Did you mean 'keep'?" in told.stderr

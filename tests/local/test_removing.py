@@ -177,7 +177,7 @@ def test_every_verb_knows_a_run_whose_removal_was_interrupted(ended: Scene, here
             break
         if not ended.left():
             continue
-        (row,) = here.replicas("ls", "--json").json
+        (row,) = here.replicas("ls", "--json").json["runs"]
         told = here.replicas("status", "otter", "--json")
         assert told.code == 0
         assert row["status"] == told.json["status"], f"call {call}"

@@ -151,8 +151,8 @@ def test_a_key_is_neither_shown_by_a_dry_run_nor_taken_where_it_would_be_seen(tm
     dry = Folder(tmp_path).replicas("launch", "os:getcwd", "--n", 1, "--signed", "--dry-run")
     assert dry.code == 0, dry
     assert dry.json["request"]["spec"]["key"] == "***"
-    assert dry.json["run.json"]["settings"]["signed"]
-    assert len(dry.json["run.json"]["key_id"]) == 8
+    assert dry.json["run_record"]["settings"]["signed"]
+    assert len(dry.json["run_record"]["key_id"]) == 8
     with pytest.raises(ValueError, match=f"env cannot set '{RUN_KEY}'"):
         launch(PLAIN, key_here, 1, env={RUN_KEY: "ab" * 32})
     with pytest.raises(ValueError, match=r"takes no signed= \(--signed\): its five verbs carry no key"):

@@ -25,6 +25,7 @@ import typer
 
 from executors.cli import main
 from executors.testing import eventually
+from support.documents import check_document
 
 COMMAND = [sys.executable, "-m", "executors.cli"]
 COMMAND_OF = cache(typer.main.get_command)
@@ -87,15 +88,19 @@ def keep():
 class Result:
     """The output of one call of the command, and its exit code."""
 
-    def __init__(self, code: int, stdout: str, stderr: str) -> None:
+    def __init__(self, code: int, stdout: str, stderr: str, verb: object = "") -> None:
         self.code = code
+        self.verb = str(verb)
         self.stdout = stdout
         self.stderr = stderr
 
     @property
     def json(self) -> Any:
-        """The one document on stdout, read strictly."""
-        return json.loads(self.stdout, parse_constant=lambda name: 1 / 0)
+        """The one document on stdout, read strictly. Its schema must accept it."""
+        document = json.loads(self.stdout, parse_constant=lambda name: 1 / 0)
+        if self.verb != "events":  # one document on each line
+            check_document(self.verb, document)
+        return document
 
     def __repr__(self) -> str:
         return f"<exit code {self.code}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}>"
@@ -129,7 +134,7 @@ class Folder:
         )
         assert "Traceback" not in done.stderr, done.stderr
         return Result(
-            done.returncode, done.stdout, re.sub(r"(?m)^Preparing .* …\n", "", done.stderr)
+            done.returncode, done.stdout, re.sub(r"(?m)^Preparing .* …\n", "", done.stderr), *arguments[:1]
         )  # this line appears only on a slow machine
 
     def launch(self, entrypoint: str, *arguments: object, n: int = 2, **environ: str) -> Result:
@@ -263,7 +268,7 @@ class HereInstead:
             patch.setattr(warnings, "showwarning", warnings.showwarning)
             self._capsys.readouterr()
             code = main()
-        return Result(code, *self._capsys.readouterr())
+        return Result(code, *self._capsys.readouterr(), *arguments[:1])
 
     def launch(self, entrypoint: str, *arguments: object, n: int = 2) -> Result:
         """Launch with the local backend, quickly."""

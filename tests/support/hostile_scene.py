@@ -93,7 +93,7 @@ class Victim:
         self.is_unharmed(self.here.replicas("ls", "--rendezvous", owner.url))
         told = self.here.replicas("ls", "--rendezvous", owner.url, "--json")
         assert told.code == 0, told
-        return list(told.json)
+        return list(told.json["runs"])
 
     def is_unharmed(self, told: Result) -> None:
         assert not (self.folder / "ran").exists(), "code of the hostile user has run"

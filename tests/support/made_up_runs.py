@@ -17,7 +17,7 @@ from typing import Any
 from executors.metrics.metrics import AttemptSpan, Metrics
 from executors.metrics.rows import Numbers, Round, Row, Verdict
 from executors.protocol import Outcome, ReplicaStatus
-from executors.status import ReplicaState, RunStatus
+from executors.status import DecisionDocument, ReplicaState, RunStatus
 from executors.task.record import RunRecord, TaskRecord
 from executors.view.report.document import Subject
 from executors.view.report.event_reader import Event, events_of_end
@@ -295,3 +295,19 @@ if __name__ == "__main__":
 
     for name, make in SCENES.items():
         Path(sys.argv[1], f"{name}.html").write_text(page(document(make())))
+
+
+def decision_of(kind: str) -> DecisionDocument:
+    """Return a decision of a kind on the end of an attempt."""
+    return {
+        "kind": kind,
+        "why": "",
+        "reason": "signal",
+        "words": "",
+        "start": {},
+        "charged": False,
+        "strikes": 0,
+        "not_before": 0.0,
+        "at": 0.0,
+        "by": "",
+    }

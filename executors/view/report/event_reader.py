@@ -10,8 +10,8 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict, TypeVar
 
 from executors.attempt import Attempt, Claim, Intent
 from executors.attempt.outcome import says_alive
@@ -46,6 +46,30 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+class EventDocument(TypedDict):
+    """One event as plain JSON."""
+
+    kind: str
+    """The kind: `launched`, `claimed`, `first_progress`, `warning`, `hang_suspected`, `stacks`, `works_again`,
+    `notice`, `ended`, `decided`, `cancelled`, `gave_up`, `stopped` or `finished`."""
+    at: float
+    """The time in Unix time, by the clock of the process that recorded the event."""
+    rank: int | None
+    """The rank. Null: the event concerns the whole run."""
+    attempt: int | None
+    """The number of the attempt, from 0. Null: the event concerns no attempt."""
+    actor: str
+    """The process or host that caused or noticed the event. Empty: not known."""
+    reason: str | None
+    """The reason of an end, or of the end that a decision follows. Null: success, or no end."""
+    why: str
+    """An explanation. Empty: there is none."""
+    duration_s: float | None
+    """Seconds: the life of an attempt, the time to its first progress, the wait before a restart, or the run's time."""
+    count: int
+    """How often it had happened when it was read. Only warnings come several times."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """One event of a run, or of one attempt of a rank.
@@ -78,9 +102,19 @@ class Event:
         """True if runs without failures also have such events."""
         return self.kind in USUAL or (self.kind == "ended" and self.reason == "succeeded")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> EventDocument:
         """Return all fields of the event as plain JSON."""
-        return asdict(self)
+        return {
+            "kind": self.kind,
+            "at": self.at,
+            "rank": self.rank,
+            "attempt": self.attempt,
+            "actor": self.actor,
+            "reason": self.reason,
+            "why": self.why,
+            "duration_s": self.duration_s,
+            "count": self.count,
+        }
 
 
 class EventReader:

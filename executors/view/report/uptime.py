@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from executors.attempt import Attempt, Claim
 from executors.attempt.outcome import says_alive
@@ -19,6 +19,26 @@ from executors.view.report.event_reader import SEGMENT_BYTES, lines_in, read_sta
 
 # The longest time from the last line of a segment to its upload: usage is added every 30 s (`recorder.USAGE_S`).
 LATE_S = 35.0
+
+
+class RankUptime(TypedDict):
+    """How often and how long one rank was down."""
+
+    attempts: int
+    """The number of its attempts."""
+    down_s: float
+    """The time between its failed attempts and the next ones, in seconds."""
+
+
+class UptimeDocument(TypedDict):
+    """How often and how long the replicas of a run were down."""
+
+    availability: float | None
+    """The share of their time in which replicas were up, from 0 to 1. None: no time has passed."""
+    flakiness: float | None
+    """The share of attempts that failed, from 0 to 1. None: there is no attempt."""
+    replicas: list[RankUptime]
+    """One object per rank."""
 
 
 class AttemptTimes(NamedTuple):
@@ -38,7 +58,7 @@ class AttemptTimes(NamedTuple):
         return cls(claimed_at, outcome.status, outcome.reason, outcome.finished_at)
 
 
-def uptime_document(now: RunStatus, launched_at: float, newest: Callable[[int], Attempt]) -> dict[str, Any]:
+def uptime_document(now: RunStatus, launched_at: float, newest: Callable[[int], Attempt]) -> UptimeDocument:
     """Return as JSON how often and how long the replicas of a run were down.
 
     `availability` is 1 - down time / time, summed over all ranks. A rank is down from the end of a failed attempt to
@@ -54,7 +74,7 @@ def uptime_document(now: RunStatus, launched_at: float, newest: Callable[[int], 
     Example:
         uptime_document(run.status(), view.record.created_at, view.newest_attempt)["availability"]
     """
-    rows, time_s, n_failed = [], 0.0, 0
+    rows, time_s, n_failed = list[RankUptime](), 0.0, 0
     for lives in _lives(now.replicas, newest):
         last = lives[-1]
         is_out = last.status not in (None, ReplicaStatus.FAILED)
@@ -115,7 +135,7 @@ def wants_attention(now: RunStatus, inventory: Inventory, newest: Callable[[int]
     """
     found = {}
     for state in now.replicas:
-        kind = (state.restart.decision or {}).get("kind")
+        kind = None if state.restart.decision is None else state.restart.decision["kind"]
         dumps = [dump for dump in inventory.stacks if dump[:2] == (state.rank, state.attempt)]
         # A failed rank with a note will not be restarted, also without a recorded decision. This happens if the
         # decision log cannot be read.

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from support.made_up_runs import decision_of
 from support.new_runs import run_json
 
 from executors.cli.live import PlainView, follow
@@ -241,12 +242,12 @@ def test_each_decision_is_a_line_once_and_the_replica_does_not_repeat_it(capsys:
         if clock.now < 1:
             return state(replica(0), at=clock.now)
         if clock.now < 3:
-            waits = RestartState(decision={"kind": "restart"}, note="restarts in 2 s", is_awaited=True)
+            waits = RestartState(decision=decision_of("restart"), note="restarts in 2 s", is_awaited=True)
             pending = ReplicaState(0, 0, ReplicaStatus.PENDING, restart=waits)
             return replace(state(pending, at=clock.now), decided=[restarting])
         if clock.now < 5:
             return replace(state(replica(0), at=clock.now), decided=[restarting])
-        gone = RestartState(decision={"kind": "give_up"}, note="given up: …")
+        gone = RestartState(decision=decision_of("give_up"), note="given up: …")
         failed = replace(replica(0, FAILED, "Oops: no"), restart=gone)
         return replace(state(failed, at=clock.now), decided=[restarting, given_up])
 

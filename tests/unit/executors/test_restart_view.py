@@ -296,6 +296,7 @@ def test_the_document_counts_restarts() -> None:
     row = document["replicas"][0]
     assert [row[name] for name in ("restarts", "charged", "left")] == [1, 1, 2]
     assert row["next_at"] == RESTART.at
+    assert row["decision"] is not None
     assert row["decision"]["kind"] == "restart"
     assert document["restarts_by_reason"] == {"signal": 1}
     assert [each.line for each in run.status().decided] == ["restarting rank 0 as attempt 1 (1 of 3): signal, SIGKILL"]
