@@ -123,7 +123,7 @@ def without_traces(text: str, folder: Path) -> str:
     text = text.replace(str(folder), "/home/me/work").replace(str(Path(sys.executable)), "/home/me/.venv/bin/python")
     text = text.replace(str(Path(__file__).parents[2]), "/home/me/replicas")
     text = text.replace(socket.gethostname(), "laptop")
-    return re.sub(r"(Linux \d+\.\d+)[^",\s]*", r"\1", re.sub(r"root@", "me@", text))
+    return re.sub(r'(Linux \d+\.\d+)[^",\s]*', r"\1", re.sub(r"root@", "me@", text))
 
 
 def write_examples(to: Path) -> None:
