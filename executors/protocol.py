@@ -225,6 +225,18 @@ class OutcomeRow(TypedDict):
 
 
 @dataclass(frozen=True)
+class MemberEnd:
+    """The end of one process of a replica that has several."""
+
+    pid: int
+    exit_code: int | None = None
+    """The exit status; minus the signal's number when a signal ended the process."""
+    signal: str | None = None
+    error: str | None = None
+    """The line that begins its exception, if it recorded one."""
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The end of one attempt of one rank.
 
@@ -280,6 +292,10 @@ class Outcome:
     """Whether it made an optimizer of torch, and nothing in it asked for its rank or created a DiLoCo."""
     own_models: Mapping[str, float] | None = None
     """By the name of a DiLoCo, a number that stands for its model if the script changed that after `close()`."""
+    member: int | None = None
+    """The process of the replica that failed first, if the replica has several. None: it has one, or none failed."""
+    members: tuple[MemberEnd, ...] = ()
+    """The ends of the processes of a replica that has several, by their numbers."""
     unproven: bool = False
     """Whether the run is signed and this outcome is not proven by the run's key."""
 

@@ -10,7 +10,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from executors.errors import CorruptObjectError
-from executors.protocol import ENDED, REASONS, Outcome, ReplicaStatus, Standstill, WarningCount
+from executors.protocol import ENDED, REASONS, MemberEnd, Outcome, ReplicaStatus, Standstill, WarningCount
+from executors.settings.procs import MAX_PROCS
 from executors.store.record_names import OUTCOME
 from executors.store.records import (
     FAR_AHEAD,
@@ -91,8 +92,34 @@ def parse_outcome(data: Any, key: str = OUTCOME, url: str = "") -> Outcome:
         warned=fields.take("warned", nullable(warning_count), None),
         trained_alone=fields.take("trained_alone", flag, False),
         own_models=None if own_models is None else only_numbers(own_models),
+        member=fields.take("member", nullable(integer(0, MAX_PROCS - 1)), None),
+        members=fields.take("members", list_of(member_end), ()),
         unproven=fields.take("unproven", flag, False),
     )
+
+
+def member_end(value: Any) -> MemberEnd:
+    """Check the end of one process of a replica in its outcome.
+
+    Args:
+        value: a JSON object, such as `{"pid": 4711, "exit_code": -9, "signal": "SIGKILL"}`.
+
+    Raises:
+        ValueError: the value is something else; the message names what was expected.
+
+    Example:
+        member_end({"pid": 4711, "exit_code": 0}).exit_code
+    """
+    try:
+        fields = Fields(json_object(value), "members")
+        return MemberEnd(
+            pid=fields.take("pid", PID),
+            exit_code=fields.take("exit_code", nullable(EXIT_CODE), None),
+            signal=fields.take("signal", nullable(text(100)), None),
+            error=fields.take("error", nullable(text(MAX_ERROR)), None),
+        )
+    except CorruptObjectError as error:
+        raise ValueError(f"the end of a process ({error})") from None
 
 
 def warning_count(value: Any) -> WarningCount:
@@ -180,6 +207,8 @@ def _to_bytes(outcome: Outcome) -> bytes:
     fields = asdict(outcome)
     if not outcome.unproven:  # only records of signed runs have this field
         del fields["unproven"]
+    if not outcome.members:  # only records of replicas with several processes have these fields
+        del fields["member"], fields["members"]
     return to_bytes(fields)
 
 

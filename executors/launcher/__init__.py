@@ -37,6 +37,7 @@ def launch(
     rendezvous: str | Path | None = None,
     run_id: str | None = None,
     gpu: str | None = None,
+    procs: int | str | None = None,
     timeout: float | None = None,
     max_cost: float | None = None,
     env: Mapping[str, str] | None = None,
@@ -73,14 +74,18 @@ def launch(
         entrypoint: a callable, or `pkg.mod:f`, `pkg.mod.f`, `path/file.py:f`, `path/file.py` (its `main`).
         n: the number of replicas. With several backends, the default is the sum of their numbers.
         args: keyword arguments of the entrypoint. If the entrypoint is given by name, they are JSON values. In texts,
-            also inside dicts, lists and tuples, each replica replaces `${rank}`, `${run_id}`, `${attempt}` and
-            `${world_size}` by its own values. `$${rank}` stands for the text `${rank}`. Any other `$` stays as it is.
+            also inside dicts, lists and tuples, each replica replaces `${rank}`, `${member}`, `${run_id}`,
+            `${attempt}` and `${world_size}` by its own values. `$${rank}` stands for the text `${rank}`. Any other `$`
+            stays as it is.
         argv: run the file or module that the entrypoint names as a script, with these arguments. Each replica fills in
             placeholders as in `args`. The result is None. A file whose part below `if __name__ == "__main__"` does
             more than call `main()` is also run as a script without arguments; see ADR 0044.
         rendezvous: the url of the store in which the run is kept. Default: a directory of this user.
         run_id: the name of the run. Default: two words and four hexadecimal digits.
         gpu: the GPU of each replica, as in "H100" or "H100:2". Default: no GPU.
+        procs: the number of processes of each replica, for a script that trains with torch.distributed: a number, "gpu"
+            for one for each GPU of the replica, or "auto" for the same and 1 without a GPU. Each gets the variables
+            that torchrun sets. Default: 1, without these variables.
         timeout: how long each replica may run, in seconds. Default: one hour in a cloud, else the limit of the cluster,
             or no limit.
         max_cost: the amount in US dollars that all replicas may cost together. It limits their time, if the backend

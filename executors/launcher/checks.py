@@ -14,8 +14,9 @@ from pathlib import Path
 from executors.backend import Backend
 from executors.errors import NO_DIRECTORY, EntrypointError, ReplicasError, StoreError
 from executors.registry.placements import Placements
-from executors.replica import CONTRACT, FOR_THE_WORKER, PROCESS_GROUP
+from executors.replica import CONTRACT, FOR_THE_WORKER, OF_MEMBERS, PROCESS_GROUP
 from executors.settings.policy import NO_RESTARTS, ONLY_PREEMPTED
+from executors.settings.procs import gpus_asked
 from executors.store import open_store
 from executors.store.run_key import RUN_KEY
 from executors.task.arguments import annotations_in, from_texts, split_rank_env, to_json
@@ -41,6 +42,7 @@ KEPT = (
     "max_cost",
     "tracker",
     "health_check",
+    "procs",
     "spares",
     "signed",
     "from_run",
@@ -84,9 +86,9 @@ def resolved(request: LaunchRequest) -> LaunchRequest:
     taken = None if found is None else signature_in(*found)
     annotations = {} if found is None or taken is None else annotations_in(found[0], taken)
     # A placeholder is checked as rank 0 will see it, and stays: each replica fills in its own.
-    filled = fill(
-        dict(request.arg_texts), {"rank": 0, "run_id": request.run_id, "attempt": 0, "world_size": request.settings.n}
-    )
+    n, run_id = request.settings.n, request.run_id
+    own = {"rank": 0, "member": 0, "run_id": run_id, "attempt": 0, "world_size": n}
+    filled = fill(dict(request.arg_texts), own)
     values = from_texts(filled, annotations, found[1] if found else entrypoint)
     texts = request.arg_texts
     kept = {name: to_json(value) if filled[name] == texts[name] else texts[name] for name, value in values.items()}
@@ -143,7 +145,7 @@ def check_environment(backend: Backend, request: LaunchRequest) -> None:
             "and give each replica a key of yours: DiLoCo(key=…)."
         )
     for name in request.env or {}:
-        if name in (*PROCESS_GROUP, *CONTRACT, *FOR_THE_WORKER, RUN_KEY):
+        if name in (*PROCESS_GROUP, *OF_MEMBERS, *CONTRACT, *FOR_THE_WORKER, RUN_KEY):
             raise ValueError(
                 f"env cannot set {name!r}: replicas get or lose it themselves, see docs/reference/environment.md."
             )
@@ -180,6 +182,29 @@ def with_policy(backend: Backend, request: LaunchRequest) -> LaunchRequest:
         file=sys.stderr,
     )
     return request.with_settings(restarts=None, hang_timeout=None, start_timeout=None)
+
+
+def check_procs(backend: Backend, request: LaunchRequest) -> None:
+    """Check that the backend starts as many processes in each replica as the launch asks for.
+
+    A line on stderr says when one process of a replica has several GPUs.
+
+    Args:
+        backend: the backend that starts the replicas.
+        request: the launch.
+
+    Raises:
+        ValueError: no process of ours starts the replica's process there, and the launch asks for several.
+    """
+    procs, n_gpus = request.settings.procs, gpus_asked(request.settings.gpu)
+    if backend.starts_single_ranks:
+        if procs is None and n_gpus is not None and n_gpus > 1:
+            print(f"replicas: 1 process sees {n_gpus} GPUs; --procs gpu starts {n_gpus}", file=sys.stderr)
+    elif procs not in (None, "1"):
+        raise ValueError(
+            f"Backend {backend.backend_name!r} starts one process in each replica: got procs={procs!r} (--procs). "
+            "Remove it, or use a backend such as local or modal."
+        )
 
 
 def check_spares(placements: Placements, request: LaunchRequest) -> None:

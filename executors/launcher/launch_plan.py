@@ -20,6 +20,7 @@ from executors.launcher.checks import (
     check_faults,
     check_named,
     check_pickle,
+    check_procs,
     check_spares,
     check_working_directory,
     resolved,
@@ -242,6 +243,7 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
         if words := describe_hidden(script):
             print(f"replicas: {words}", file=sys.stderr)
     check_spares(placements, request)
+    check_procs(placements, request)
     key = None
     if settings.from_run is not None:
         request, key = find_source_run(request, placements)

@@ -60,6 +60,7 @@ FOR_THE_WORKER = (
 )
 MEMBER = "REPLICA_MEMBER"  # the number of this process in a replica of several processes
 MEMBERS = "REPLICA_MEMBERS"
+OF_MEMBERS = (MEMBER, MEMBERS)
 NOTICE_S = "REPLICA_NOTICE_S"  # the time between a service's signal and the end of the container; a launch may set it
 LOST_AFTER_S = "REPLICA_LOST_AFTER_S"  # the silence after which a spare takes over a rank; a launch may set it
 UNSEEN = nullcontext()
@@ -68,7 +69,9 @@ UNSEEN = nullcontext()
 # Lightning ignores SIGTERM and requeues the Slurm job at SIGUSR1. A launcher inside the replica sets its own variables.
 PROCESS_GROUP = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"),
-    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),  # torchrun
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "TORCHELASTIC_RUN_ID"),  # torchrun
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"),
+    "TORCHELASTIC_ERROR_FILE",
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"),  # sbatch and srun
     *("SLURM_PROCID", "SLURM_LOCALID"),
     *("PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # mpirun
@@ -99,8 +102,8 @@ def place_in_replica(environ: Mapping[str, str] = os.environ) -> tuple[int, int]
 
 
 def leave_process_group() -> None:
-    """Remove the variables that announce a process group from this process's environment."""
-    for name in PROCESS_GROUP:
+    """Remove the variables that announce a process group, or several processes of a replica, from the environment."""
+    for name in (*PROCESS_GROUP, *OF_MEMBERS):
         os.environ.pop(name, None)
 
 
@@ -283,14 +286,15 @@ class Replica:
 
     @property
     def seed(self) -> int:
-        """A seed below 2**31 that differs between runs, ranks and attempts."""
+        """A seed below 2**31 that differs between runs, ranks, attempts and the processes of a replica."""
         import hashlib
 
-        source = f"{self.run_id}/{self.rank}/{self.attempt}".encode()
+        of_member = f"/{self.member}" if self.member else ""
+        source = f"{self.run_id}/{self.rank}/{self.attempt}{of_member}".encode()
         return int.from_bytes(hashlib.sha256(source).digest()[:4], "big") >> 1
 
-    def shard(self, dataset: Any, *, equal: bool = False) -> Any:
-        """Return this replica's share of a data set.
+    def shard(self, dataset: Any, *, equal: bool = False, per: str = "member") -> Any:
+        """Return this replica's share of a data set, or this process's if the replica has several.
 
             train = replica.shard(dataset, equal=True)
             loader = DataLoader(train, batch_size=32, shuffle=True)
@@ -319,18 +323,25 @@ class Replica:
             equal: True if all shares must have the same number of items, so that a number of steps computed from their
                 length is the same at every replica. An iterable without a length is read in groups of `world_size`
                 items, and an incomplete last group is dropped. Default False.
+            per: "member", the default: each process of a replica gets a share of its own. "replica": all processes of a
+                replica get the replica's share. Use "replica" with a sampler that divides among these processes itself,
+                as `DistributedSampler`, the Trainer and accelerate do. Both are the same for a replica of one process.
 
         Raises:
             TypeError: `dataset` is not a data set, or it has no order, as a set. Or `equal` is set for a stream of
                 `datasets`, whose number of items is not known.
-            ValueError: `dataset` has too few items.
+            ValueError: `dataset` has too few items, or `per` is another word.
         """
         from executors.replica.shard import share_of
 
+        if per not in ("member", "replica"):
+            raise ValueError(f"shard() takes per='member' or per='replica', got per={per!r}.")
+
         if not isinstance(equal, bool):
             raise TypeError(f"shard() takes equal=True or equal=False, got equal={equal!r}.")
+        n, member = (self.members, self.member) if per == "member" else (1, 0)
         of = self.world_size if equal else max(self.world_size, self.rank + 1)
-        return share_of(dataset, self.rank, of, equal)
+        return share_of(dataset, self.rank * n + member, of * n, equal)
 
     def report(self, *, step: int | None = None, loss: float | None = None, **numbers: float) -> None:
         """Report the progress.

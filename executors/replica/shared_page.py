@@ -30,8 +30,8 @@ OTHERS = "others"
     READY, BEAT, TICK, MARK, PROGRESS_MARKS, SAVED_MARKS, SINCE, ROW, LIMIT, UNWATCHED, ATOMIC_SINCE, ATOMIC_LEFT,
     ENDING_AT, NOTICE, STEP, ROUND, MAIN_THREAD, STACKS_FILE, N_STACKS, WRITTEN, HANG_RAISED_AT, CLAIMED,
     N_DECISIONS, BEATEN, LEFT_AT, LEFT_WITH, HAS_RESULT, STORE_FAILED,
-    OPENED_AT, FINISHED_AFTER, BEAT_THREAD, HEARTBEAT_THREAD,
-) = range(32)  # fmt: skip
+    OPENED_AT, FINISHED_AFTER, BEAT_THREAD, HEARTBEAT_THREAD, RAISED_AT,
+) = range(33)  # fmt: skip
 # For each section: a name of 48 bytes, its longest interval, the number of intervals, its longest idle stretch.
 ROWS, ROW_SIZE, N_ROWS = 40, 9, 24
 LONGEST, COUNT, IDLE = 6, 7, 8
@@ -116,10 +116,15 @@ class SharedPage:
     store_failed = _Number(STORE_FAILED)
     """1 if the run's store failed, so that the process could not begin, or could not record its outcome."""
 
+    raised_at = _Number(RAISED_AT)
+    """The time at which an exception of the entrypoint reached the worker, or 0."""
+
     def __init__(self, after: SharedPage | None = None) -> None:
         self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)  # shared with forked children
         self._numbers = memoryview(self._memory)[:HEAD_BYTES].cast("d")
         self._rows: dict[str, int] = {}
+        self._file = -1
+        """The descriptor of the page's file, for more processes that open it. -1: it has none."""
         if after is not None:
             rows = slice(ROWS * 8, DIAGNOSIS)
             self._memory[rows] = after._memory[rows]
@@ -140,11 +145,20 @@ class SharedPage:
         self.since = self.beat = self.beaten = self.tick = monotonic()
 
     def share(self) -> int:
-        """Move the page into a file without a name. Return its descriptor, by which a new process opens the page."""
+        """Move the page into a file without a name. Return a descriptor, by which a new process opens the page."""
+        if self._file >= 0:
+            return os.dup(self._file)
         file = private_file(self._memory[:])
         self._memory = mmap.mmap(file, HEAD_BYTES + TAIL_BYTES)
         self._numbers = memoryview(self._memory)[:HEAD_BYTES].cast("d")
+        self._file = os.dup(file)  # for the other members of a replica, which open this page, too
         return file
+
+    def close_file(self) -> None:
+        """Close the descriptor of a page that no further process will open."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
     @classmethod
     def open(cls, file: int) -> SharedPage:

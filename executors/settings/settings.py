@@ -19,6 +19,7 @@ from executors.settings.declaration import (
     setting,
 )
 from executors.settings.policy import NO_RESTARTS, HangLimits, Restarts
+from executors.settings.procs import procs_text
 from executors.store.records import FAR_AHEAD, Record, flag, integer, list_of, nullable, number, parsed, text
 
 MAX_WORLD_SIZE = 10_000
@@ -62,6 +63,19 @@ class Settings(Record):
             example="H100",
             types=(str,),
             words="names a GPU, as in 'H100' or 'H100:2'",
+        ),
+    )
+    procs: str | None = setting(
+        nullable(parsed(procs_text)),
+        None,
+        option=Option(
+            help="The number of processes of each replica, for a script that trains with torch.distributed: N, gpu "
+            "(one for each GPU of the replica) or auto (the same, or 1 without a GPU; torchrun's auto would be the "
+            "number of cores). Default: 1.",
+            panel=RUN,
+            metavar="N",
+            flags=("--procs", "--nproc-per-node"),
+            example="gpu",
         ),
     )
     timeout: float | None = setting(
@@ -288,6 +302,8 @@ class Settings(Record):
         restarts = asked.get("restarts")
         if restarts is not None and restarts != NO_RESTARTS:
             asked["restarts"] = str(Restarts.of(restarts))
+        if asked.get("procs") is not None:
+            asked["procs"] = procs_text(asked["procs"])
         for name in ("hang_timeout", "start_timeout"):
             if asked.get(name) is not None:
                 asked[name] = str(asked[name])

@@ -18,7 +18,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,17 +35,25 @@ from executors.process import (
     usable_cores,
 )
 from executors.protocol import Reason
-from executors.replica.shared_page import SharedPage
+from executors.replica.shared_page import TAIL_BYTES, SharedPage
 from executors.restarts.lease import LeaseWatch
 from executors.settings.run_spec import RunSpec
 from executors.store import store_at
 from executors.store.record_names import HEARTBEAT, OUTCOME, run_folder_was_deleted
+from executors.supervisor.members import MemberGroup, count_members
 from executors.supervisor.memory_kills import container_memory_kills
 from executors.supervisor.new_process import describe_threads, receive_message, start_python
-from executors.supervisor.processes import RunningAttempt, how_started, leave_supervisor, read_task_ahead
+from executors.supervisor.processes import (
+    RunningAttempt,
+    how_started,
+    kill_processes,
+    leave_supervisor,
+    read_task_ahead,
+)
 from executors.supervisor.supervisor import Supervisor
 from executors.task.stored import StoredTask
 from executors.worker.main import Assignment, main
+from executors.worker.process_group import Membership, write_whole_lines
 from executors.worker.surroundings import await_gpu_release
 
 BECOME_REPLICA = "from executors.supervisor.container import ContainerStarter; ContainerStarter.become_replica()"
@@ -110,7 +118,7 @@ class ContainerSupervisor(Supervisor):
         self._cancel_poller.look_soon()  # a service also sends the notice for a cancel, which gives a rank less time
         end_at = time.monotonic() + self._notice_s
         for running in self._running.values():
-            running.page.announce(end_at, notice)
+            running.announce(end_at, notice)
             running.end_by(end_at - self._term_grace_s, "signal")
 
     def _check_store(self) -> None:
@@ -168,8 +176,8 @@ class ContainerStarter:
         self._gpu = gpu
         self._torch_threads = usable_cores()
         self._task: StoredTask | None = None
-        self._page: SharedPage | None = None
-        self._last_pid: int | None = None
+        self._pages: Sequence[SharedPage] = ()
+        self._last_pids: Sequence[int] = ()
         self._imported: tuple[str, ...] = ()
         self._has_told = False
 
@@ -189,52 +197,82 @@ class ContainerStarter:
                 return False
         return True
 
-    def start(self, attempt: Attempt, page: SharedPage, close: Iterable[int]) -> int:
-        """Start an attempt's process, and return its pid. Fork, unless a fork would lose threads."""
-        self._page = page
+    def count_members(self, attempt: Attempt) -> int:
+        """Return the number of processes of the rank, from the setting `procs` and the GPUs of this container."""
+        return count_members(self._spec.settings.procs, self._gpu, None)
+
+    def start(
+        self, attempt: Attempt, pages: Sequence[SharedPage], close: Iterable[int], group: MemberGroup | None = None
+    ) -> list[int]:
+        """Start an attempt's processes, and return their pids. Fork, unless a fork would lose threads."""
+        self._pages, pids = pages, list[int]()
+        try:
+            for number, page in enumerate(pages):
+                place = None if group is None else group.membership(number, pages[0])
+                pids.append(self._start_process(attempt, page, close, group, place))
+        except OSError:
+            kill_processes(pids)
+            raise
+        finally:
+            for page in pages:
+                page.close_file()
+        self._last_pids = pids
+        return pids
+
+    def _start_process(
+        self,
+        attempt: Attempt,
+        page: SharedPage,
+        close: Iterable[int],
+        group: MemberGroup | None,
+        place: Membership | None,
+    ) -> int:
         parent = os.getpid()
         if threads := threads_lost_by_a_fork():
             if not self._has_told:
                 self._has_told = True
                 print(f"replicas: {describe_threads(threads, self._imported)}", file=sys.stderr, flush=True)
-            pid = self._start_python(attempt, page)
-        else:
-            gc.freeze()  # the rank's garbage collector then skips the supervisor's objects, and so copies no pages
-            pid = fork()
-            if pid == 0:
-                self._become_rank(attempt, page, parent, close)
-        self._last_pid = pid
+            return self._start_python(attempt, page, place)
+        gc.freeze()  # the rank's garbage collector then skips the supervisor's objects, and so copies no pages
+        pid = fork()
+        if pid == 0:
+            own = () if place is None else (place.end_file,)
+            shared = () if group is None else group.descriptors
+            self._become_rank(attempt, page, parent, [*close, *(each for each in shared if each not in own)], place)
         return pid
 
-    def _start_python(self, attempt: Attempt, page: SharedPage) -> int:
+    def _start_python(self, attempt: Attempt, page: SharedPage, place: Membership | None) -> int:
         """Start an attempt's process as a new Python; return its pid."""
-        shared = page.share()
+        shared, of_members = page.share(), {} if place is None else place.shares()
         message = {
+            "member": None if place is None else place.to_json(),
             "spec": asdict(replace(self._spec, attempt=attempt.number)),
             "term_grace_s": self._term_grace_s,
             "gpu": self._gpu,
-            "last_pid": self._last_pid,
+            "last_pids": list(self._last_pids),
             "how": how_started(self._spec, attempt),
             "parent": os.getpid(),
         }
         try:
-            return start_python(BECOME_REPLICA, message, {"page": shared})
+            return start_python(BECOME_REPLICA, message, {"page": shared, **of_members})
         finally:
             os.close(shared)
+            if "leader" in of_members:
+                os.close(of_members["leader"])
 
     def output_tail(self, attempt: Attempt) -> str:
-        """Return the end of what an attempt printed."""
-        return "" if self._page is None else self._page.tail()
+        """Return the end of what an attempt printed, member after member."""
+        return "".join(page.tail() for page in self._pages)[-TAIL_BYTES:]
 
     def note_output(self, attempt: Attempt, *, is_whole: bool = False) -> None:
         """Do nothing, because the service records the time of each line."""
 
     def write_log(self, attempt: Attempt, words: str) -> None:
         """Add lines to the output of an attempt."""
-        half_a_line = self.output_tail(attempt).rpartition("\n")[2]
+        half_a_line = self._pages[0].tail().rpartition("\n")[2] if self._pages else ""
         line = "\n" * bool(half_a_line) + f"{words.rstrip()}\n"
-        if self._page is not None:
-            self._page.write_tail(line.encode())
+        if self._pages:
+            self._pages[0].write_tail(line.encode())
         with contextlib.suppress(OSError):  # the service may have closed its end of the pipe
             os.write(1, line.encode())
 
@@ -244,18 +282,20 @@ class ContainerStarter:
     def copy_log(self, asked: Attempt, claimed: Attempt) -> None:
         """Do nothing, because the service keeps the log."""
 
-    def _become_rank(self, attempt: Attempt, page: SharedPage, parent: int, close: Iterable[int]) -> NoReturn:
+    def _become_rank(
+        self, attempt: Attempt, page: SharedPage, parent: int, close: Iterable[int], place: Membership | None
+    ) -> NoReturn:
         """Become a replica in a forked process, and leave all of the supervisor's state behind."""
         try:
             leave_supervisor(close)
-            self._prepare_process(page)
-            assignment = self._assignment(attempt, page, parent, how_started(self._spec, attempt))
+            self._prepare_process(page, place)
+            assignment = self._assignment(attempt, page, parent, how_started(self._spec, attempt), place)
         except BaseException:  # noqa: BLE001 - a forked child must never return into the supervisor
             sys.excepthook(*sys.exc_info())
             os._exit(1)
         main(assignment)
 
-    def _prepare_process(self, page: SharedPage) -> None:
+    def _prepare_process(self, page: SharedPage, place: Membership | None) -> None:
         """Prepare this process for a replica.
 
         It ends with its supervisor, and the end of its output is copied for the outcome.
@@ -265,10 +305,14 @@ class ContainerStarter:
         be_killed_first()
         gc.enable()
         keep_output_tail(page)
-        if self._gpu is not None and self._last_pid is not None:
-            await_gpu_release(self._last_pid)
+        if place is not None:
+            write_whole_lines(place.number)
+        for pid in self._last_pids if self._gpu is not None else ():
+            await_gpu_release(pid)
 
-    def _assignment(self, attempt: Attempt, page: SharedPage, parent: int, how: str | None) -> Assignment:
+    def _assignment(
+        self, attempt: Attempt, page: SharedPage, parent: int, how: str | None, place: Membership | None
+    ) -> Assignment:
         return Assignment(
             replace(self._spec, attempt=attempt.number),
             attempt.rank,
@@ -276,10 +320,11 @@ class ContainerStarter:
             supervisor_pid=parent,
             output_tail=page.tail,
             term_grace_s=self._term_grace_s,
-            torch_threads=self._torch_threads,
+            torch_threads=max(1, self._torch_threads // (1 if place is None else place.of)),
             gpu=self._gpu,
             page=page,
             how=how,
+            member=place,
         )
 
     @classmethod
@@ -289,13 +334,14 @@ class ContainerStarter:
             message, shares = receive_message()
             spec = RunSpec.from_json(message["spec"])
             ranks = cls(spec, term_grace_s=message["term_grace_s"], gpu=message["gpu"])
-            ranks._last_pid = message["last_pid"]
+            ranks._last_pids = message["last_pids"]
             page = SharedPage.open(shares["page"])
+            place = Membership.received(message["member"], shares)
             leave_supervisor([])
-            ranks._prepare_process(page)
+            ranks._prepare_process(page, place)
             store = retry(lambda: store_at(spec.store_url), START)
             attempt = Attempt(store, spec.run_id, spec.ranks[0], spec.attempt)
-            assignment = ranks._assignment(attempt, page, message["parent"], message["how"])
+            assignment = ranks._assignment(attempt, page, message["parent"], message["how"], place)
         except BaseException:  # noqa: BLE001 - any error is printed and ends this process, as in a forked child
             sys.excepthook(*sys.exc_info())
             os._exit(1)

@@ -18,6 +18,7 @@ from executors.process import signal_name
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import SERVICE
 from executors.store.record_names import run_exists, run_was_deleted
+from executors.supervisor.members import Member
 from executors.supervisor.memory_kills import MemoryKills
 from executors.supervisor.processes import NEVER, RunningAttempt
 
@@ -40,19 +41,22 @@ class ExitClassifier:
         self._timeout_s = timeout_s
         self._memory_kills = memory_kills
 
-    def explain(self, running: RunningAttempt, exit_code: int) -> tuple[Reason, str | None]:
+    def explain(
+        self, running: RunningAttempt, exit_code: int, member: Member | None = None
+    ) -> tuple[Reason, str | None]:
         """Return the reason of an end without an outcome, and a sentence that describes it.
 
         Args:
             running: the attempt that ended.
             exit_code: its exit code, or -N if signal N ended it.
+            member: the process that failed first, of a replica that has several. None, the default: its only process.
         """
-        reason, error = self._explain(running, exit_code)
+        reason, error = self._explain(running, exit_code, member or running.members[0])
         if running.is_given_up and error is not None:
             error += " Its process cannot be killed: it is stuck in the kernel."
         return reason, error
 
-    def _explain(self, running: RunningAttempt, exit_code: int) -> tuple[Reason, str | None]:
+    def _explain(self, running: RunningAttempt, exit_code: int, member: Member) -> tuple[Reason, str | None]:
         def because(reason: Reason, ending: str = "", **values: Any) -> tuple[Reason, str]:
             return reason, describe_end(ending or reason, running.asked.rank, self._world_size, **values)
 
@@ -67,7 +71,7 @@ class ExitClassifier:
         if running.ending == "signal":
             return because("signal", terminated, name=running.page.notice, service=service)
         if exit_code == -signal.SIGKILL:
-            is_for_memory = self._memory_kills.include(running.pid, running.began)
+            is_for_memory = self._memory_kills.include(member.pid, running.began)
             if is_for_memory is None:
                 return because("signal", "perhaps_oom")
             if is_for_memory:
@@ -76,7 +80,7 @@ class ExitClassifier:
             return because("signal", number=-exit_code, name=signal_name(-exit_code))
         if exit_code == 128 + signal.SIGTERM:
             return because("signal", terminated, name="SIGTERM", service=service)
-        page = running.page
+        page = member.page
         ending = "unrecorded" if page.has_result else "storeless" if page.store_failed else "no_result"
         return because("no_result", ending, code=f"exit code {exit_code}")
 
@@ -138,8 +142,17 @@ class OutcomeWriter:
             error: a sentence about the end. None: the cancel marker has it.
             more: further fields of the outcome.
         """
+        self.add_outcome(attempt, end_of(attempt, reason, error, **more))
+
+    def add_outcome(self, attempt: Attempt, outcome: Outcome) -> None:
+        """Record an outcome now, or as soon as the store takes it.
+
+        Args:
+            attempt: the attempt that ended.
+            outcome: its outcome.
+        """
         is_first = not self._late
-        self._late.setdefault((attempt.rank, attempt.number), (attempt, end_of(attempt, reason, error, **more)))
+        self._late.setdefault((attempt.rank, attempt.number), (attempt, outcome))
         if not is_first:
             return  # `try_again` writes it: if many attempts end during an outage, only one try waits for the store
         self._failing_since = now = self._clock()
@@ -202,15 +215,17 @@ class OutcomeWriter:
         return failure
 
 
-def fields_from_outside(running: RunningAttempt, exit_code: int) -> dict[str, Any]:
+def fields_from_outside(running: RunningAttempt, exit_code: int, member: Member | None = None) -> dict[str, Any]:
     """Return further fields of the outcome that a supervisor writes for a process.
 
     Args:
         running: the attempt that ended.
         exit_code: its exit code, or -N if signal N ended it.
+        member: the process that failed first, of a replica that has several. None, the default: its only process.
     """
     killed_by, page = signal_name(-exit_code) if exit_code < 0 else None, running.page
-    is_by_its_code = not (page.store_failed or page.has_result)
+    blamed = page if member is None else member.page
+    is_by_its_code = not (blamed.store_failed or blamed.has_result)
     return {
         **page.outcome_fields(),
         "exit_code": exit_code,

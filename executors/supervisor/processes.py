@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,7 +18,8 @@ from executors.protocol import Reason
 from executors.replica.shared_page import SharedPage
 from executors.settings.run_spec import RunSpec
 from executors.store import store_at
-from executors.supervisor.watchdog import LOOK_S, Watchdog
+from executors.supervisor.members import LAST_CALL_S, Member, MemberGroup, find_cause
+from executors.supervisor.watchdog import LOOK_S, Watchdog, WatchdogReport
 from executors.task.stored import StoredTask, read_task
 
 NEVER = float("inf")
@@ -47,13 +48,29 @@ class ProcessStarter(Protocol):
             attempt: the attempt. True is returned again for an attempt that this process has begun.
         """
 
-    def start(self, attempt: Attempt, page: SharedPage, close: Iterable[int]) -> int:
-        """Start the process of an attempt, and return its pid.
+    def count_members(self, attempt: Attempt) -> int:
+        """Return the number of processes that an attempt has.
 
         Args:
             attempt: the attempt.
-            page: the memory that the process shares with its supervisor.
-            close: descriptors that the process must not keep.
+
+        Raises:
+            OSError: the number is that of the GPUs, and there is none.
+        """
+
+    def start(
+        self, attempt: Attempt, pages: Sequence[SharedPage], close: Iterable[int], group: MemberGroup | None = None
+    ) -> list[int]:
+        """Start the processes of an attempt, and return their pids.
+
+        Args:
+            attempt: the attempt.
+            pages: for each process, the memory that it shares with its supervisor.
+            close: descriptors that the processes must not keep.
+            group: what several processes have in common. None: there is one process.
+
+        Raises:
+            OSError: one could not be started. Those before it were killed.
         """
 
     def output_tail(self, attempt: Attempt) -> str:
@@ -115,8 +132,6 @@ class RunningAttempt:
     """The reason why the supervisor is ending it. None: the supervisor has not asked it to end."""
     error: str | None = None
     """The same reason as a sentence, if only the supervisor knows it."""
-    left_with: int | None = None
-    """The exit code of a process that the supervisor killed because it did not leave."""
     stacks: list[str] = field(default_factory=list)
     """Dumps of its stacks that are not written to the store yet."""
     stacks_at: float = NEVER
@@ -133,6 +148,78 @@ class RunningAttempt:
     """Whether its attempt was recorded as ended although no signal has ended the process."""
     began: float = field(default_factory=time.monotonic)
     """The time of its start by `time.monotonic`. `started_at` is Unix time, by a clock that may be set meanwhile."""
+    others: Sequence[Member] = ()
+    """The other processes of a replica that has several. `pid`, `page` and `watchdog` are those of member 0."""
+    group: MemberGroup | None = None
+    """What these processes have in common. None: there is one process."""
+    others_at: float = NEVER
+    """The time at which the other members are asked to end, because one ended badly."""
+    is_failing: bool = False
+    """Whether a member has ended badly, so that the others end."""
+    members: list[Member] = field(init=False)
+    """All processes of the attempt; most replicas have one."""
+
+    def __post_init__(self) -> None:
+        self.members = [Member(0, self.pid, self.page, self.watchdog), *self.others]
+
+    @property
+    def living(self) -> list[Member]:
+        """The members whose end was not seen yet."""
+        return [member for member in self.members if member.exit_code is None]
+
+    def note_member_end(self, pid: int, code: int, now: float) -> bool:
+        """Note that a member has ended. Return True if it was the last one.
+
+        Args:
+            pid: its pid.
+            code: its exit code, or -N if signal N ended it.
+            now: the time by `time.monotonic`.
+        """
+        for member in self.members:
+            if member.pid == pid and member.exit_code is None:
+                member.exit_code = code if member.left_with is None else member.left_with
+                member.ended_at = now
+                # A member whose peer was killed has lost a connection already. Others get a moment for their own end.
+                if member.has_failed and self.ending is None and not self.is_failing:
+                    self.is_failing = True
+                    self.others_at = now if member.has_vanished else now + LAST_CALL_S
+                break
+        return not self.living
+
+    def end_others(self, now: float, grace_s: float) -> None:
+        """Ask the members that still run to end, because another member has failed.
+
+        Args:
+            now: the time by `time.monotonic`.
+            grace_s: the seconds until SIGKILL.
+        """
+        self.others_at = self.deadline = NEVER
+        self._ask(now, grace_s)
+
+    def _ask(self, now: float, grace_s: float) -> None:
+        self.asked_at, self.grace_s = now, grace_s
+        self.kill_at = now + grace_s
+        for member in self.living:
+            if not member.was_asked:
+                member.was_asked = True
+                os.kill(member.pid, signal.SIGTERM)
+
+    def announce(self, at: float, notice: int = 0) -> None:
+        """Announce to all members the time by which they must have ended; see `SharedPage.announce`.
+
+        Args:
+            at: the time by `time.monotonic`.
+            notice: the signal that announced the end of the machine. 0, the default: the user stopped the run.
+        """
+        for member in self.living:
+            member.page.announce(at, notice)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the attempt: that of the member that failed first, or else of member 0."""
+        cause = find_cause(self.members)
+        code = (self.members[0] if cause is None else cause).exit_code
+        return -signal.SIGKILL if code is None else code
 
     @property
     def attempt(self) -> Attempt:
@@ -148,12 +235,16 @@ class RunningAttempt:
 
         These get their whole time.
         """
-        return self.page.left_at > 0 and self.ending is None
+        return self._are_leaving and self.ending is None
+
+    @property
+    def _are_leaving(self) -> bool:
+        return all(member.page.left_at > 0 for member in self.living) and bool(self.living)
 
     @property
     def is_ending(self) -> bool:
         """True if it will end soon, by itself or because the supervisor asked it to."""
-        return self.ending is not None or self.page.left_at > 0
+        return self.ending is not None or self.is_failing or self._are_leaving
 
     def terminate(self, why: Reason, grace_s: float, because: str | None = None) -> bool:
         """Send SIGTERM to the rank's process, unless it is leaving. Its children get none, because it may need them.
@@ -166,12 +257,10 @@ class RunningAttempt:
         Returns: True if the signal was sent.
         """
         self.deadline = NEVER
-        if self.is_leaving:
+        if self.is_leaving or self.is_failing:
             return False
         self.ending, self.error = why, None if because is None else describe_cancel(self.asked.rank, because)
-        self.asked_at, self.grace_s = time.monotonic(), grace_s
-        self.kill_at = self.asked_at + grace_s
-        os.kill(self.pid, signal.SIGTERM)
+        self._ask(time.monotonic(), grace_s)
         return True
 
     def kill_soon(self) -> None:
@@ -184,7 +273,8 @@ class RunningAttempt:
         Args:
             now: the time by `time.monotonic`.
         """
-        at = self.page.kill_at(self.asked_at, self.grace_s)
+        ats = [member.page.kill_at(self.asked_at, self.grace_s) for member in self.living]
+        at = max(ats, default=now)
         self.kill_at = min(at, now + ATOMIC_LOOK_S)
         return at <= now
 
@@ -194,8 +284,10 @@ class RunningAttempt:
         Args:
             now: the time by `time.monotonic`.
         """
-        os.kill(self.pid, signal.SIGKILL)
-        kill_descendants(self.pid, limit_s=0.0)
+        for member in self.living:
+            member.was_killed = True
+            os.kill(member.pid, signal.SIGKILL)
+            kill_descendants(member.pid, limit_s=0.0)
         self.kill_at = now + UNKILLABLE_S
         self.killed_at = min(self.killed_at, now)
 
@@ -220,25 +312,43 @@ class RunningAttempt:
         Returns: the time of the next check.
         """
         ranks.note_output(self.asked)
-        if self.is_leaving and self.left_with is None and now >= self.page.left_at + LEAVE_S:
-            self.left_with = int(self.page.left_with)
-            self.asked_at, self.kill_at = -NEVER, now
-            with contextlib.suppress(OSError):
-                ranks.write_log(
-                    self.asked, f"replicas: exit functions of the process ran for {LEAVE_S:g} s, so it was killed"
-                )
-        report = self.watchdog.look(now) if self.ending is None else None
-        if report is not None and not report.is_kill:
+        killed: WatchdogReport | None = None
+        for member in self.living:
+            self._end_slow_exit(member, now, ranks)
+            report = None if self.ending is not None or self.is_failing else member.watchdog.look(now)
+            if report is None:
+                continue
+            if report.is_kill:
+                killed = killed or report
+                continue
             with contextlib.suppress(OSError):
                 ranks.write_log(self.asked, report.stacks or report.sentence)
             if report.stacks is not None:
                 self.stacks, self.stacks_at = [*self.stacks, report.stacks][-MOST_UNKEPT:], now
         if now >= self.stacks_at:
             self.keep_stacks()
-        if report is not None and report.is_kill:
-            self.ending, self.error, self.deadline = "hang", report.sentence, NEVER
+        if killed is not None:
+            self.ending, self.error, self.deadline = "hang", killed.sentence, NEVER
             self.asked_at, self.kill_at = -NEVER, now
-        return self.watchdog.next_look_at if self.ending is None else now + LOOK_S
+        if self.ending is not None or self.is_failing:
+            return now + LOOK_S
+        return min((member.watchdog.next_look_at for member in self.living), default=now + LOOK_S)
+
+    def _end_slow_exit(self, member: Member, now: float, ranks: ProcessStarter) -> None:
+        """Schedule the SIGKILL of a member whose exit functions run for too long."""
+        is_leaving = member.page.left_at > 0 and self.ending is None
+        if not is_leaving or member.left_with is not None or now < member.page.left_at + LEAVE_S:
+            return
+        member.left_with = int(member.page.left_with)
+        if len(self.living) > 1:  # the others get their whole time
+            member.was_killed = True
+            os.kill(member.pid, signal.SIGKILL)
+        else:
+            self.asked_at, self.kill_at = -NEVER, now
+        with contextlib.suppress(OSError):
+            ranks.write_log(
+                self.asked, f"replicas: exit functions of the process ran for {LEAVE_S:g} s, so it was killed"
+            )
 
     def keep_stacks(self) -> None:
         """Write the dumps of stacks into the store. A dump that fails is tried again later."""
@@ -271,6 +381,17 @@ def how_started(spec: RunSpec, attempt: Attempt) -> str | None:
         attempt: the attempt.
     """
     return None if attempt.number == spec.attempt else "fork"
+
+
+def kill_processes(pids: Iterable[int]) -> None:
+    """Kill the processes of an attempt whose start has failed.
+
+    Args:
+        pids: their pids.
+    """
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def leave_supervisor(close: Iterable[int]) -> None:

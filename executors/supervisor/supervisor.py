@@ -13,6 +13,8 @@ import os
 import signal
 import time
 from collections import deque
+from dataclasses import replace
+from typing import Any
 
 from executors.attempt import Attempt
 from executors.attempt.outcome import describe_cancel, describe_end
@@ -30,11 +32,12 @@ from executors.store.record_names import run_was_deleted
 from executors.store.run_key import hold_key
 from executors.store.url import impatient_store
 from executors.supervisor.exits import ExitClassifier, OutcomeWriter, fields_from_outside, is_fenced, mark_cancelled
+from executors.supervisor.members import Member, MemberGroup, find_cause, merge_ends
 from executors.supervisor.memory_kills import machine_memory_kills
 from executors.supervisor.processes import NEVER, UNKILLABLE_S, ProcessStarter, RunningAttempt, how_started
 from executors.supervisor.store_polls import CancelPoller, DeletionWatch
 from executors.supervisor.wakeups import Wakeups
-from executors.supervisor.watchdog import Watchdog
+from executors.supervisor.watchdog import Watchdog, introduce
 
 WATCH_PAUSE_S = 0.1  # so that the checks of many ranks happen together
 STOPPED = "the run was stopped"
@@ -99,8 +102,8 @@ class Supervisor:
         self._copying: dict[int, tuple[RunningAttempt, Attempt, int]] = {}
         """Ended ranks whose logs are being copied, with the attempt and the exit code, by the pid of the copier."""
         self._stuck = set[int]()  # pids of processes that SIGKILL did not end
-        self._pages: dict[int, SharedPage] = {}
-        """The last page of each rank. The page of the next attempt takes over its learned intervals."""
+        self._pages: dict[int, list[SharedPage]] = {}
+        """The last pages of each rank, by member. The next attempt's pages take over their learned intervals."""
         self._last: dict[int, Attempt] = {}
         """The last attempt of each rank that was started."""
         self._deadlines: dict[int, float] = {}
@@ -160,7 +163,7 @@ class Supervisor:
     def run(self) -> None:
         """Supervise until every rank has ended, has its outcome, and gets no further attempt."""
         while self._is_needed:
-            events = (min(running.deadline, running.kill_at) for running in self._running.values())
+            events = (min(each.deadline, each.kill_at, each.others_at) for each in self._running.values())
             kill_at = NEVER if self._killer is None else self._killer.next_at
             due = (self._cancel_poller.next_at, self._watch_at, self._session.next_at, self._outcomes.next_at, kill_at)
             signals, is_abandoned = self._wakeups.wait(min(*due, *events))
@@ -177,7 +180,8 @@ class Supervisor:
                 self._watch()
             self._enforce_deadlines()
             if self._killer is not None:
-                self._killer.strike({running.asked.rank: running.pid for running in self._running.values()})
+                leaders = {each.asked.rank: each.members[0] for each in self._running.values()}
+                self._killer.strike({rank: leader.pid for rank, leader in leaders.items() if leader.is_alive})
             while self._waiting and len(self._running) < self._max_parallel:
                 attempt = self._waiting.popleft()
                 try:
@@ -214,16 +218,33 @@ class Supervisor:
     # Starting
 
     def _start(self, attempt: Attempt) -> None:
-        page = self._pages[attempt.rank] = SharedPage(self._pages.get(attempt.rank))
-        page.n_decisions = self._session.n_read
-        pid = self._starter.start(attempt, page, self._wakeups.descriptors)
-        self._last[attempt.rank] = attempt
-        deadline = self._deadlines.setdefault(attempt.rank, time.monotonic() + self._timeout_s)
+        rank, n = attempt.rank, self._starter.count_members(attempt)
+        before = self._pages.get(rank, [])
+        pages = [SharedPage(before[number] if number < len(before) else None) for number in range(n)]
+        self._pages[rank] = pages
+        for page in pages:
+            page.n_decisions = self._session.n_read
+        group = MemberGroup(n) if n > 1 else None
+        try:
+            kept = [number for each in self._running.values() if each.group for number in each.group.descriptors]
+            pids = self._starter.start(attempt, pages, [*self._wakeups.descriptors, *kept], group)
+        except BaseException:
+            if group is not None:
+                group.close()
+            raise
+        self._last[rank] = attempt
+        deadline = self._deadlines.setdefault(rank, time.monotonic() + self._timeout_s)
         ends, grace_s = self._session.has_policy, self._term_grace_s
-        watchdog = Watchdog(
-            page, pid, self._session.hang, ends=ends, term_grace_s=grace_s, spec=self._spec, rank=attempt.rank
-        )
-        self._running[pid] = RunningAttempt(pid, attempt, page, watchdog, time.time(), deadline)
+        dogs = [
+            Watchdog(page, pid, self._session.hang, ends=ends, term_grace_s=grace_s, spec=self._spec, rank=rank)
+            for page, pid in zip(pages, pids, strict=True)
+        ]
+        introduce(dogs)
+        others = [Member(number, pids[number], pages[number], dogs[number]) for number in range(1, n)]
+        pid = pids[0]
+        running = RunningAttempt(pid, attempt, pages[0], dogs[0], time.time(), deadline, others=others, group=group)
+        # The pid is free again while other members of a replica whose member 0 has ended still run.
+        self._running[pid if pid not in self._running else -pid] = running
         self._watch_at = 0.0
 
     def _begin_next(self, attempt: Attempt) -> None:
@@ -298,15 +319,32 @@ class Supervisor:
             if pid in self._copying:
                 self._record_end(*self._copying.pop(pid))
             self._stuck.discard(pid)
-            running = self._running.pop(pid, None)
+            running = self._find_running(pid)
             if running is None:
                 continue  # a process that a rank left behind, which this subreaper inherited
-            self._starter.note_output(running.asked, is_whole=True)
-            spare = {*self._running, *self._copying, *self._stuck}
+            has_ended = running.note_member_end(pid, os.waitstatus_to_exitcode(status), time.monotonic())
+            if has_ended:
+                self._forget(running)
+                self._starter.note_output(running.asked, is_whole=True)
+            living = (member.pid for each in self._running.values() for member in each.living)
+            spare = {*living, *self._copying, *self._stuck}
             if not spare >= set(children(os.getpid())):
                 kill_descendants(os.getpid(), spare=spare, limit_s=UNKILLABLE_S)
-            code = os.waitstatus_to_exitcode(status)
-            self._conclude(running, code if running.left_with is None else running.left_with)
+            if has_ended:
+                self._conclude(running, running.exit_code)
+
+    def _find_running(self, pid: int) -> RunningAttempt | None:
+        """Return the attempt that has a living process of a pid. None: no attempt has."""
+        running = self._running.get(pid)
+        if running is not None and running.members[0].is_alive and running.pid == pid:
+            return running
+        several = (each for each in self._running.values() if each.group is not None)
+        return next((each for each in several if any(member.pid == pid for member in each.living)), None)
+
+    def _forget(self, running: RunningAttempt) -> None:
+        """Take an attempt out of those that run."""
+        for key in [key for key, each in self._running.items() if each is running]:
+            del self._running[key]
 
     def _note_signals(self, signals: bytes) -> None:
         """Act on signals that arrived.
@@ -342,7 +380,8 @@ class Supervisor:
         for rank, entry in blocks.items():
             self._session.cancel_unstarted(rank, stop_reason(entry))
         for running in self._running.values():
-            running.watchdog.limits, running.watchdog.ends = self._session.hang, self._session.has_policy
+            for member in running.members:
+                member.watchdog.limits, member.watchdog.ends = self._session.hang, self._session.has_policy
             order = blocks.get(running.asked.rank)
             if running.is_ending:
                 continue
@@ -354,7 +393,7 @@ class Supervisor:
                 running.terminate("cancelled", self._term_grace_s, stop_reason(order))
             elif running.page.ending_at is None:
                 end_at = time.monotonic() + order.within_s
-                running.page.announce(end_at)
+                running.announce(end_at)
                 running.end_by(end_at, "cancelled")
         for attempt in self._waiting:
             if attempt.rank in blocks:
@@ -370,6 +409,8 @@ class Supervisor:
     def _enforce_deadlines(self) -> None:
         now, stopped = time.monotonic(), list[Attempt]()
         for running in self._running.values():
+            if now >= running.others_at:
+                running.end_others(now, self._term_grace_s)
             if now >= running.deadline:
                 because = STOPPED if running.why_then == "cancelled" else None
                 if running.terminate(running.why_then, self._term_grace_s, because) and because is not None:
@@ -383,10 +424,13 @@ class Supervisor:
     def _give_up_process(self, running: RunningAttempt) -> None:
         """Record the end of an attempt whose process no signal ends, so that the run does not wait for it forever."""
         running.is_given_up = True
-        self._stuck.add(self._running.pop(running.pid).pid)
+        self._forget(running)
+        self._stuck.update(member.pid for member in running.living)
         self._starter.note_output(running.asked, is_whole=True)
         self._starter.give_up_process(running.asked)
-        self._conclude(running, -signal.SIGKILL if running.left_with is None else running.left_with)
+        for member in running.living:
+            member.exit_code = -signal.SIGKILL if member.left_with is None else member.left_with
+        self._conclude(running, running.exit_code)
 
     def _end_abandoned(self, why: str) -> None:
         """End all ranks, because no process watches the run. Ranks that were asked to end before get no more time."""
@@ -436,10 +480,38 @@ class Supervisor:
             self._copying[copier] = running, attempt, exit_code
 
     def _record_end(self, running: RunningAttempt, attempt: Attempt, exit_code: int) -> None:
+        if running.group is not None:
+            self._record_end_of_members(running, attempt)
+            return
         reason, error = self._classifier.explain(running, exit_code)
         self._print_reason(running, reason, error)
         tail, how = self._starter.output_tail(running.asked), how_started(self._spec, running.asked)
         self._outcomes.add(attempt, reason, error, output_tail=tail, how=how, **fields_from_outside(running, exit_code))
+
+    def _record_end_of_members(self, running: RunningAttempt, attempt: Attempt) -> None:
+        """Record one outcome for all members of a replica."""
+        for member, file in zip(running.members, running.group.end_files if running.group else (), strict=False):
+            member.read_end(file, attempt)
+        if running.group is not None:
+            running.group.close()
+        cause = find_cause(running.members)
+        have_succeeded = all(member.exit_code == 0 for member in running.members)
+        ends: dict[str, Any] = {
+            "members": tuple(member.to_record() for member in running.members),
+            "output_tail": self._starter.output_tail(running.asked),
+            "how": how_started(self._spec, running.asked),
+        }
+        end = merge_ends(running.members, cause) if running.ending is None or have_succeeded else None
+        if end is not None:
+            self._outcomes.add_outcome(attempt, replace(end, **ends))
+            return
+        blamed = running.members[0] if cause is None else cause
+        reason, error = self._classifier.explain(running, running.exit_code, blamed)
+        if running.ending is None and cause is not None:
+            error, ends["member"] = f"Member {cause.number} of {len(running.members)}: {error}", cause.number
+        self._print_reason(running, reason, error)
+        more = {**fields_from_outside(running, running.exit_code, blamed), **ends}
+        self._outcomes.add(attempt, reason, error, **more)
 
     def _cancelled(self, attempt: Attempt, why: str | None = None) -> None:
         self._outcomes.add(attempt, "cancelled", None if why is None else describe_cancel(attempt.rank, why))

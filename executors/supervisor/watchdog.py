@@ -11,7 +11,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from executors.attempt.outcome import describe_end
@@ -178,6 +178,10 @@ class Watchdog:
         self._seen: tuple[float, float] | None = None
         """A time, and the CPU time that the rank had used by then."""
         self._frame = ""
+        self.others: list[Watchdog] = []
+        """The watchdogs of the other processes of a replica that has several."""
+        self.number = 0
+        """The number of the process in its replica."""
         self.next_look_at = page.since + LOOK_S
         """The time of the next look, by `time.monotonic`."""
 
@@ -258,6 +262,8 @@ class Watchdog:
     def _limits(self) -> Iterator[Limit]:
         """Yield the limits that count now, in the order of the table of ADR 0043: limits of special states first."""
         page, limits, least = self._page, self.limits, self._defaults
+        if not page.progress_marks and any(dog.number == 0 and dog._page.progress_marks for dog in self.others):
+            return  # a member that never marks progress, while member 0 does, is not judged
         ends = self.ends or limits.are_explicit
         if page.unwatched or (limits.is_off and (limits.start_s is None or page.progress_marks)):
             return
@@ -326,21 +332,27 @@ class Watchdog:
     def _take_steps(self, limit: Limit) -> Iterator[tuple[float, WatchdogReport | None]]:
         """Yield the seconds until the next step, and a report or None, after each step."""
         for is_again in (False, True):
-            stacks = ""
-            if (asked := self._ask_for_stacks()) is not None:
-                try:
-                    # A dump grows while it is written. On a loaded machine it begins late.
-                    until, size, before = self._now + READ_LIMIT_S, 0, -1
-                    while self._now < until and (size == 0 or size != before):
-                        yield READ_S, None
-                        before, size = size, os.fstat(asked).st_size
-                    stacks = os.pread(asked, MAX_STACKS, 0).decode(errors="replace")
-                finally:
-                    os.close(asked)
-            else:
-                yield READ_S, None
+            asked = {dog: file for dog in (self, *self.others) if (file := dog._ask_for_stacks()) is not None}
+            dumps: dict[Watchdog, str] = {}
+            try:
+                # A dump grows while it is written. On a loaded machine it begins late.
+                until, size, before = self._now + READ_LIMIT_S, 0, -1
+                while self._now < until and (size == 0 or size != before):
+                    yield READ_S, None
+                    if not asked:
+                        break
+                    before, size = size, sum(os.fstat(file).st_size for file in asked.values())
+                for dog, file in asked.items():
+                    dumps[dog] = os.pread(file, MAX_STACKS, 0).decode(errors="replace")
+            finally:
+                for file in asked.values():
+                    os.close(file)
+            for dog in dumps:
+                if dog is not self:
+                    dog._meter.reset()
+                dog._frame = _frame_of(dumps[dog], int(dog._page.main_thread)) or dog._frame
+            stacks = self._joined(dumps)
             self._meter.reset()  # the dump itself must not count as activity of the rank
-            self._frame = _frame_of(stacks, int(self._page.main_thread)) or self._frame
             sentence = self._sentence(limit)
             report = WatchdogReport(sentence, f"{sentence}\n{stacks}" if stacks else None)
             yield (0.0 if is_again else AGAIN_S), report
@@ -354,6 +366,14 @@ class Watchdog:
         self._page.note_hang(sentence)
         while True:
             yield LOOK_S, WatchdogReport(sentence, is_kill=True)
+
+    def _joined(self, dumps: Mapping[Watchdog, str]) -> str:
+        """Return the dumps of all members as one text. The accused waits mostly for a member that did not come."""
+        if not self.others:
+            return dumps.get(self, "")
+        n = len(self.others) + 1
+        members = sorted(dumps, key=lambda dog: dog.number)
+        return "\n".join(f"Member {dog.number} of {n}:\n{dumps[dog]}" for dog in members)
 
     def _kill_at(self, limit: Limit) -> float:
         """Return the time of the kill: the hard limit, or the end of the grace after the rank raised `HangError`."""
@@ -416,12 +436,13 @@ class Watchdog:
         return seen.cpu_s - before[1] > max(LEAST_BUSY_S, BUSY * (self._now - before[0]))
 
     def _sentence(self, limit: Limit) -> str:
-        reached, n = self._page.reached or {}, int(self._page.n_stacks)
+        leader = min((self, *self.others), key=lambda dog: dog.number)  # its page counts the dumps of all members
+        reached, n = self._page.reached or {}, int(leader._page.n_stacks)
         where = [f" after {name} {reached[name]:.0f}" for name in ("step", "round") if name in reached]
         stacks = f" All stacks: replicas logs {self._spec.run_id} -r {self._rank} --stacks." if n else ""
         if self._page.section != STEPS and limit.kind in ("idle", "active"):
             where = [*where[:1], f" in section {self._page.section!r}"]
-        return describe_end(
+        sentence = describe_end(
             "hang",
             self._rank,
             self._spec.world_size,
@@ -433,6 +454,21 @@ class Watchdog:
             remedy=REMEDIES[limit.kind] and f" {REMEDIES[limit.kind]}",
             stacks=stacks,
         )
+        if not self.others:
+            return sentence
+        # The accused mostly waits for another member, so the sentence also says what the others do.
+        others = [f" Member {dog.number}: {dog._diagnosis()}." for dog in self.others]
+        return f"Member {self.number} of {len(self.others) + 1}: {sentence}{''.join(others)}"
+
+
+def introduce(dogs: Sequence[Watchdog]) -> None:
+    """Make the watchdogs of one replica's processes known to each other, in the order of the members.
+
+    Args:
+        dogs: the watchdogs.
+    """
+    for number, dog in enumerate(dogs):
+        dog.number, dog.others = number, [each for each in dogs if each is not dog]
 
 
 def _frame_of(stacks: str, main_thread: int) -> str | None:

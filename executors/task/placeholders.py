@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-NAMES = ("rank", "run_id", "attempt", "world_size")
+NAMES = ("rank", "member", "run_id", "attempt", "world_size")
 PLACEHOLDER = re.compile(rf"(\$?)\$\{{({'|'.join(NAMES)})\}}")
 CONTAINERS = (dict, list, tuple)  # exactly these: a subclass may treat its items in its own way
 
@@ -23,7 +23,7 @@ def fill(value: Any, of: Mapping[str, object]) -> Any:
         of: the value for each name in `NAMES`.
 
     Example:
-        fill({"out": "model-${rank}.pt"}, {"rank": 3, "run_id": "otter", "attempt": 0, "world_size": 8})
+        fill({"out": "model-${rank}.pt"}, {"rank": 3, "member": 0, "run_id": "otter", "attempt": 0, "world_size": 8})
     """
     around = _around_placeholders(value)
     copies: dict[int, Any] = {at: type(each)() for at, each in around.items() if type(each) is not tuple}

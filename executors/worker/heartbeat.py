@@ -40,6 +40,7 @@ class Heartbeat:
         supervisor_pid: the supervisor. If it ends, this thread ends the replica. None, the default: there is none.
         grace_s: seconds between SIGTERM and SIGKILL if this thread ends the replica. Default 5.
         log: the output whose end is copied every minute. None, the default: nothing is copied.
+        is_silent: True writes nothing, as in the members of a replica beside member 0. Default False.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Heartbeat:
         supervisor_pid: int | None = None,
         grace_s: float = 5.0,
         log: LogCopy | None = None,
+        is_silent: bool = False,
     ) -> None:
         self._replica = replica
         self._log = log
@@ -59,6 +61,7 @@ class Heartbeat:
         self._written_count: WarningCount | None = None
         self._writing = _thread.allocate_lock()
         self._is_stopped = False
+        self._is_silent = is_silent
         self._wakeup = _thread.allocate_lock()  # held until the thread must look, or end
         self._wakeup.acquire()
         if replica.warnings is not None:
@@ -88,6 +91,8 @@ class Heartbeat:
                 return
             if self.supervisor_is_gone:
                 self._end_process()
+            if self._is_silent:
+                continue
             now = time.monotonic()
             self._pace.look(now, self._replica.reported.get("step"))
             # Before the heartbeat with their number, so that a reader of the number finds the record.
@@ -108,7 +113,7 @@ class Heartbeat:
     def beat(self) -> None:
         """Write a heartbeat now, unless the thread was stopped. A store that fails does not end the training."""
         with self._writing:
-            if not self._is_stopped:
+            if not (self._is_stopped or self._is_silent):
                 self._write()
 
     def stop(self) -> None:
@@ -122,7 +127,7 @@ class Heartbeat:
                 self._wake()
             if self._replica.warnings is not None:
                 self._replica.warnings.write(is_last=True)
-            if self._is_news:
+            if self._is_news and not self._is_silent:
                 self._write()
             if self._replica.recorder is not None and not self._run_is_gone:
                 self._replica.recorder.look(is_last=True)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from executors import replica as environment
 from executors.attempt import Attempt
-from executors.attempt.outcome import describe_end
+from executors.attempt.outcome import describe_end, encode_outcome
 from executors.errors import HangError, ReplicasError, ResultError, StoreError
 from executors.metrics.recorder import Recorder
 from executors.patience import BRIEF, OUTCOME, START, retry, waits
@@ -45,6 +45,7 @@ from executors.worker.failure import describe_failure, fingerprint_of, is_store_
 from executors.worker.health_check import LIMIT_S, UnhealthyError, check_health
 from executors.worker.heartbeat import Heartbeat
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
+from executors.worker.process_group import Membership
 from executors.worker.result import to_json_value
 from executors.worker.sigterm import TERMINATED, handle_sigterm, ignore_sigterm, sigterm_arrived
 from executors.worker.surroundings import (
@@ -96,6 +97,8 @@ class Assignment:
     """How the attempt was started; see `Outcome`."""
     page: SharedPage | None = None
     """The memory that this process shares with its supervisor. None: it has none."""
+    member: Membership | None = None
+    """The place of this process among those of its replica. None: it is the only one."""
 
 
 def main(assignment: Assignment) -> NoReturn:
@@ -183,29 +186,40 @@ class _Worker:
         self._assignment = assignment
         self._started_at = time.time()
         spec, rank = assignment.spec, assignment.rank
+        self._place = place = assignment.member
+        self._leads = place is None or place.is_leader
         store = retry(lambda: store_at(spec.store_url), START)
-        if spec.settings.chaos:
+        if spec.settings.chaos and self._leads:
             from executors.worker.chaos import inject_faults
 
             store = inject_faults(store, spec.settings.chaos, rank, spec.attempt)
         began = time.monotonic()
         n_decisions = 0 if assignment.page is None else int(assignment.page.n_decisions)
         hold_key(store.url, spec.run_id, spec.key)
-        self.attempt, nonce = claim_attempt(Attempt(store, spec.run_id, rank, spec.attempt), n_decisions, spec.key)
+        asked, nonce = Attempt(store, spec.run_id, rank, spec.attempt), None
+        if place is None or place.is_leader:
+            self.attempt, nonce = claim_attempt(asked, n_decisions, spec.key)
+        else:
+            self.attempt = asked.at(place.await_claim(assignment.supervisor_pid))
         number, url = self.attempt.number, spec.store_url
         self.replica = Replica(rank, spec.world_size, spec.run_id, number, url, claimed_nonce=nonce)
         self.replica.store = store
         self.replica.page = assignment.page
         if assignment.page is not None:
             assignment.page.claimed = number + 1
-        self.warnings = self.replica.warnings = WarningLog(self.attempt)
+        self.warnings = WarningLog(self.attempt)
         while EARLY_WARNINGS:
             self.warnings.add(EARLY_WARNINGS.pop(0))
-        self.replica.recorder = Recorder(store, spec.run_id, rank, number, began=began)
-        self.replica.recorder.on_warning = self.warnings.add
-        parent, grace_s = assignment.supervisor_pid, assignment.term_grace_s
-        self._log = None if assignment.log_file is None else LogCopy(self.attempt, assignment.log_file)
-        self.heartbeat = Heartbeat(self.replica, supervisor_pid=parent, grace_s=grace_s, log=self._log)
+        parent, grace_s, log_file = assignment.supervisor_pid, assignment.term_grace_s, assignment.log_file
+        self._log = None
+        if self._leads:  # the records of an attempt have one writer
+            self.replica.warnings = self.warnings
+            self.replica.recorder = Recorder(store, spec.run_id, rank, number, began=began)
+            self.replica.recorder.on_warning = self.warnings.add
+            self._log = None if log_file is None else LogCopy(self.attempt, log_file)
+        self.heartbeat = Heartbeat(
+            self.replica, supervisor_pid=parent, grace_s=grace_s, log=self._log, is_silent=not self._leads
+        )
         self._tracking: Tracking | None = None
         self._reserve = DescriptorReserve()
         self._raised: BaseException | None = None
@@ -221,7 +235,7 @@ class _Worker:
     def _run(self) -> int:
         assignment = self._assignment
         try:
-            set_environment(self.replica, assignment.torch_threads)
+            self._set_environment()
             if assignment.page is not None:
                 start_watch(assignment.page)
             self.heartbeat.start()
@@ -236,6 +250,8 @@ class _Worker:
                 assignment.page.has_result = outcome.status is ReplicaStatus.SUCCEEDED
         except BaseException as error:
             self._let_finish()
+            if assignment.page is not None and not sigterm_arrived():
+                assignment.page.raised_at = time.monotonic()
             if sigterm_arrived() and not self.heartbeat.supervisor_is_gone:
                 self.stop(None)
                 return TERMINATED  # the supervisor sent SIGTERM for a reason that it knows, so it writes the outcome
@@ -251,6 +267,13 @@ class _Worker:
         _flush()
         self._record(outcome)
         return outcome.exit_code if outcome.exit_code is not None else 1
+
+    def _set_environment(self) -> None:
+        """Set the variables of the replica, and those of a process group if the replica has several processes."""
+        replica, place = self.replica, self._place
+        set_environment(replica, self._assignment.torch_threads)
+        if place is not None:
+            os.environ |= place.environment(replica.run_id, replica.rank, replica.attempt)
 
     def _let_finish(self) -> None:
         """Ignore SIGTERM and hang limits from now on, so that the outcome is recorded."""
@@ -275,7 +298,7 @@ class _Worker:
             seed_generators(replica, task.record.seed, but=set())
             with replica.section("health check", LIMIT_S):
                 check_health(settings.health_check, self._end_unhealthy if self._assignment.supervisor_pid else None)
-        if settings is None or settings.tracker is None or replica.recorder is None:
+        if settings is None or settings.tracker is None or replica.recorder is None or not self._leads:
             return _load(replica, task, self._assignment)
         from executors.worker.tracking import Tracking, tracked, write_run_page
 
@@ -308,7 +331,7 @@ class _Worker:
             value: the result.
         """
         try:
-            result = to_json_value(value)
+            result = to_json_value(value) if self._leads else None  # the result of the replica is that of member 0
         except ResultError as error:
             return self._failed("result_not_serializable", str(error), 1, fingerprint=fingerprint_of(error))
         if (page := self.replica.page) is not None and page.knows_of_end:
@@ -383,8 +406,17 @@ class _Worker:
     def _record(self, outcome: Outcome) -> None:
         if run_was_deleted(self.attempt.store, self.attempt.run_id):  # an outcome would create its folder again
             return
-        outcome = replace(outcome, output_tail=self._assignment.output_tail())
-        self.record(outcome)
+        if self._place is not None and not self.heartbeat.supervisor_is_gone:
+            self._leave_end(self._place, outcome)
+        elif self._leads:
+            self.record(replace(outcome, output_tail=self._assignment.output_tail()))
+
+    def _leave_end(self, place: Membership, outcome: Outcome) -> None:
+        """Leave the end of this member for the supervisor, which records one outcome for all members."""
+        if self._leads:
+            outcome = self.with_warnings(outcome)
+            self.warnings.write(is_last=True)
+        place.leave_end(encode_outcome(outcome))
 
     def record(self, outcome: Outcome) -> Outcome:
         """Record the outcome, and return the outcome that counts. Retry for minutes if the store fails.

@@ -152,7 +152,8 @@ def seed_generators(replica: Replica, seed: int | None, but: set[str]) -> set[st
 
     Returns: the names of all loaded generators.
     """
-    source = f"{replica.run_id if seed is None else seed}/{replica.rank}"
+    of_member = f"/{replica.member}" if replica.member else ""
+    source = f"{replica.run_id if seed is None else seed}/{replica.rank}{of_member}"
     loaded: set[str] = {name for name in ("random", "numpy", "torch") if name in sys.modules}
     fresh = loaded - but
     if "random" in fresh:

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
@@ -33,13 +33,15 @@ from executors.protocol import ReplicaHandle
 from executors.replica.shared_page import SharedPage
 from executors.store import store_at
 from executors.store.file import FULL
+from executors.supervisor.members import MemberGroup, count_members
 from executors.supervisor.new_process import receive_message, start_python
-from executors.supervisor.processes import how_started, leave_supervisor, read_task_ahead
+from executors.supervisor.processes import how_started, kill_processes, leave_supervisor, read_task_ahead
 from executors.supervisor.supervisor import Supervisor
 from executors.supervisor.supervisor_lock import hold, open_locks
 from executors.task.stored import StoredTask
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.main import Assignment, main
+from executors.worker.process_group import Membership, write_whole_lines
 from executors.worker.surroundings import await_gpu_release
 
 BECOME_REPLICA = "from executors.backends.local.rank import become_replica; become_replica()"
@@ -125,13 +127,14 @@ def become_replica() -> NoReturn:
         message, shares = receive_message()
         launch = LocalLaunch.from_json(message["launch"])
         page = SharedPage.open(shares["page"])
+        place = Membership.received(message["member"], shares)
         ranks = LocalStarter(launch, [], message["supervisor_pid"])
         leave_supervisor([])
         _unbuffer_streams()
         for name in launch.preload or ():  # before the attempt is claimed, so that imports do not count as its time
             import_named(name)
         attempt = launch.attempt(message["rank"]).at(message["attempt"])
-        assignment = ranks.assignment(attempt, _Gpus(**message["gpus"]), page, None)
+        assignment = ranks.assignment(attempt, _Gpus(**message["gpus"]), page, None, place)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         os._exit(1)
@@ -144,8 +147,8 @@ class _Gpus:
 
     devices: str | None = None
     """The value of `CUDA_VISIBLE_DEVICES`. None: the replica has no GPU."""
-    wait_for: int | None = None
-    """The process that used them before. Its memory on them may be freed only some time after its end."""
+    wait_for: Sequence[int] = ()
+    """The processes that used them before. Their memory on them may be freed only some time after their end."""
 
 
 def _leave_guard(close: Iterable[int], wait_s: float) -> None:
@@ -230,8 +233,8 @@ class LocalStarter:
         """The ranks and numbers of the attempts that this process has begun."""
         self._times: dict[int, TimesWriter] = {}
         """By rank, the writer of the times of its newest attempt's log."""
-        self._last_on: dict[str, int] = {}
-        """The last process on each slot of GPUs. Its memory may be freed only some time after its end."""
+        self._last_on: dict[str, list[int]] = {}
+        """The last processes on each slot of GPUs. Their memory may be freed only some time after their end."""
         self._slots: dict[int, GpuSlot] = {}
         """By rank, the GPUs of its newest attempt."""
         self._stuck_on: list[str] = []
@@ -282,13 +285,25 @@ class LocalStarter:
             hold(self._lock, attempt.rank, attempt.number)
         return True
 
-    def start(self, attempt: Attempt, page: SharedPage, close: Iterable[int]) -> int:
-        """Start the process of an attempt, and return its pid.
+    def count_members(self, attempt: Attempt) -> int:
+        """Return the number of processes of an attempt, from the setting `procs` and the GPUs of a replica.
 
         Args:
             attempt: the attempt.
-            page: the page that the process shares with its supervisor.
+        """
+        slots = self._launch.gpu_slots
+        return count_members(self._launch.spec.settings.procs, self._launch.gpu, slots[0] if slots else None)
+
+    def start(
+        self, attempt: Attempt, pages: Sequence[SharedPage], close: Iterable[int], group: MemberGroup | None = None
+    ) -> list[int]:
+        """Start the processes of an attempt, and return their pids.
+
+        Args:
+            attempt: the attempt.
+            pages: the pages that the processes share with their supervisor.
             close: more descriptors that a forked process must close.
+            group: what several processes have in common. None, the default: there is one.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         output = os.open(self._launch.log_file(attempt), flags, 0o600)
@@ -297,38 +312,63 @@ class LocalStarter:
         task, slot = self.task, self._take_gpus(attempt)  # the task is read before the first fork, so ranks share it
         gpus = _Gpus()
         if slot is not None:
-            gpus = _Gpus(slot.devices, None if slot.is_shared else self._last_on.get(slot.devices))
+            gpus = _Gpus(slot.devices, () if slot.is_shared else self._last_on.get(slot.devices, ()))
+        pids = list[int]()
         try:
-            if self._launch.preload is not None:
-                pid = self._start_python(attempt, gpus, page, output, slot.locks if slot else ())
-            else:
+            if self._launch.preload is None:
                 if gc.isenabled():  # it is disabled at the launch, which makes no garbage
                     gc.collect()  # before the freeze, because frozen garbage is never collected
                 gc.freeze()  # so that the rank's collector does not write to shared pages, which would copy them
+            for number, page in enumerate(pages):
+                place = None if group is None else group.membership(number, pages[0])
+                if self._launch.preload is not None:
+                    pids.append(self._start_python(attempt, gpus, page, place, output, slot.locks if slot else ()))
+                    continue
                 pid = fork()
                 if pid == 0:
-                    self._become_rank(attempt, gpus, page, task, output, [*close, *self.private])
+                    own = () if place is None else (place.end_file,)
+                    shared = () if group is None else group.descriptors
+                    others = [each for each in (*close, *self.private, *shared) if each not in own]
+                    self._become_rank(attempt, gpus, page, place, task, output, others)
+                pids.append(pid)
+        except OSError:
+            kill_processes(pids)
+            raise
         finally:
             for descriptor in (output, *(slot.locks if slot else ())):
                 os.close(descriptor)
+            for page in pages:
+                page.close_file()
         if slot is not None and not slot.is_shared:
-            self._last_on[slot.devices] = pid
-        return pid
+            self._last_on[slot.devices] = pids
+        return pids
 
-    def _start_python(self, attempt: Attempt, gpus: _Gpus, page: SharedPage, output: int, locks: Iterable[int]) -> int:
-        """Start the process of an attempt as a new Python, and return its pid."""
+    def _start_python(
+        self,
+        attempt: Attempt,
+        gpus: _Gpus,
+        page: SharedPage,
+        place: Membership | None,
+        output: int,
+        locks: Iterable[int],
+    ) -> int:
+        """Start a process of an attempt as a new Python, and return its pid."""
         message = {
+            "member": None if place is None else place.to_json(),
             "launch": self._launch.to_json(),
             "rank": attempt.rank,
             "attempt": attempt.number,
             "gpus": asdict(gpus),
             "supervisor_pid": self._pid,
         }
-        shared = page.share()
+        shared, of_members = page.share(), {} if place is None else place.shares()
         try:
-            return start_python(BECOME_REPLICA, message, {"page": shared}, keeps=locks, output=output)
+            shares = {"page": shared, **of_members}
+            return start_python(BECOME_REPLICA, message, shares, keeps=locks, output=output)
         finally:
             os.close(shared)
+            if "leader" in of_members:
+                os.close(of_members["leader"])
 
     def _take_gpus(self, attempt: Attempt) -> GpuSlot | None:
         if self._launch.gpu_slots is None:
@@ -414,6 +454,7 @@ class LocalStarter:
         attempt: Attempt,
         gpus: _Gpus,
         page: SharedPage,
+        place: Membership | None,
         task: StoredTask | None,
         output: int,
         close: Iterable[int],
@@ -425,13 +466,20 @@ class LocalStarter:
             os.dup2(output, 2)
             os.close(output)
             gc.enable()
-            assignment = self.assignment(attempt, gpus, page, task)
+            assignment = self.assignment(attempt, gpus, page, task, place)
         except BaseException:
             sys.excepthook(*sys.exc_info())
             os._exit(1)  # a forked child must never return into the supervisor
         main(assignment)
 
-    def assignment(self, attempt: Attempt, gpus: _Gpus, page: SharedPage, task: StoredTask | None) -> Assignment:
+    def assignment(
+        self,
+        attempt: Attempt,
+        gpus: _Gpus,
+        page: SharedPage,
+        task: StoredTask | None,
+        place: Membership | None = None,
+    ) -> Assignment:
         """Return the assignment of a replica's process, when its GPUs are free. It is called in that process.
 
         Args:
@@ -439,11 +487,14 @@ class LocalStarter:
             gpus: the GPUs of the process.
             page: the page that the process shares with its supervisor.
             task: the run's task. None: the process reads the task itself.
+            place: the place of the process among those of its replica. None, the default: it is the only one.
         """
+        if place is not None:
+            write_whole_lines(place.number)
         if gpus.devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus.devices
-            if gpus.wait_for is not None:
-                await_gpu_release(gpus.wait_for)
+            for pid in gpus.wait_for:
+                await_gpu_release(pid)
         return Assignment(
             replace(self._launch.spec, attempt=attempt.number),
             attempt.rank,
@@ -452,8 +503,9 @@ class LocalStarter:
             output_tail=functools.partial(self.output_tail, attempt),
             log_file=self._launch.log_file(attempt) if self._launch.copies_logs else None,
             term_grace_s=self._launch.term_grace_s,
-            torch_threads=self._torch_threads,
+            torch_threads=max(1, self._torch_threads // (1 if place is None else place.of)),
             gpu=None if gpus.devices is None else self._launch.gpu,
             page=page,
             how=how_started(self._launch.spec, attempt),
+            member=place,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -24,6 +24,7 @@ from executors.store import MemoryStore
 from executors.store.protocol import Data, Entry
 from executors.store.records import to_bytes
 from executors.supervisor import exits, processes, supervisor
+from executors.supervisor.members import MemberGroup
 from executors.supervisor.processes import NEVER, STUCK_S, RunningAttempt
 from executors.supervisor.supervisor import Supervisor
 from executors.supervisor.watchdog import Watchdog, WatchdogReport
@@ -73,7 +74,12 @@ class NoProcesses:
     def begin(self, attempt: Attempt) -> bool:
         return True
 
-    def start(self, attempt: Attempt, page: SharedPage, close: Iterable[int]) -> int:
+    def count_members(self, attempt: Attempt) -> int:
+        return 1
+
+    def start(
+        self, attempt: Attempt, pages: Sequence[SharedPage], close: Iterable[int], group: MemberGroup | None = None
+    ) -> list[int]:
         raise OSError("no more processes")
 
     def output_tail(self, attempt: Attempt) -> str:

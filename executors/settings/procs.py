@@ -1,0 +1,44 @@
+"""The setting `procs`: how many processes, called members, each replica has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MAX_PROCS = 1024
+BY_GPU, BY_GPU_OR_ONE = "gpu", "auto"
+TAKES = f"procs (--procs) is a number from 1 to {MAX_PROCS}, 'gpu' or 'auto'"
+
+
+def procs_text(value: Any) -> str:
+    """Return the number of processes of each replica as a text that a record holds.
+
+    Args:
+        value: a number from 1 to 1024, the same as a text, "gpu" or "auto".
+
+    Raises:
+        TypeError: the value is neither an integer nor a text.
+        ValueError: the value is out of range, or another word.
+
+    Example:
+        procs_text(2)  # "2"
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"{TAKES}, got {value!r}.")
+    text = str(value)
+    is_number = text.isascii() and text.isdecimal() and len(text) <= 4
+    if text in (BY_GPU, BY_GPU_OR_ONE) or (is_number and 1 <= int(text) <= MAX_PROCS):
+        return text if not is_number else str(int(text))
+    raise ValueError(f"{TAKES}, got {value!r}.")
+
+
+def gpus_asked(gpu: str | None) -> int | None:
+    """Return the number of GPUs that a launch asked for in each replica. None: it gave no number.
+
+    Args:
+        gpu: the GPU of each replica, as in "H100:8". None: none.
+
+    Example:
+        gpus_asked("H100:8")  # 8
+    """
+    count = (gpu or "").rpartition(":")[2]
+    return int(count) if gpu is not None and ":" in gpu and count.isdecimal() and int(count) > 0 else None

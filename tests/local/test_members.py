@@ -1,0 +1,198 @@
+"""Replicas of several processes: `procs`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executors import LocalProcessExecutor, launch
+from executors.process import start_time
+from executors.protocol import Outcome, ReplicaStatus
+from executors.run.run import Run
+
+TASKS = """
+import atexit, os, signal, sys, time
+from pathlib import Path
+from executors import current_replica
+
+def meet(folder):
+    replica = current_replica()
+    Path(folder, f"ready-{replica.member}-{replica.attempt}").write_text(str(os.getpid()))
+    while len(list(Path(folder).glob(f"ready-*-{replica.attempt}"))) < replica.members:
+        time.sleep(0.01)
+    return replica
+
+def look(folder):
+    replica = meet(folder)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "REPLICA_MEMBER",
+             "REPLICA_MEMBERS", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
+    seen = {name: os.environ.get(name) for name in names}
+    print("half", end="")
+    print(" a line")
+    import json, random
+    share = list(replica.shard(range(8))), list(replica.shard(range(8), per="replica"))
+    found = {"env": seen, "share": share, "dice": random.random(), "shown": repr(replica.member)}
+    Path(folder, f"seen-{replica.rank}-{replica.member}").write_text(json.dumps(found))
+    return "of the leader" if replica.member == 0 else {1, 2}
+
+def end(folder, how, who):
+    replica = meet(folder)
+    atexit.register(lambda: Path(folder, f"atexit-{replica.member}").touch())
+    try:
+        if replica.member == who and replica.attempt == 0:
+            if how == "raise":
+                raise ValueError("no luck")
+            if how == "exit":
+                os._exit(7)
+            if how == "leave":
+                return
+            os.kill(os.getpid(), getattr(signal, how))
+        if replica.attempt == 0:
+            time.sleep(0.2 if how == "leave" else 60)
+        return replica.attempt
+    finally:
+        Path(folder, f"finally-{replica.member}").touch()
+
+def save(folder):
+    replica = meet(folder)
+    try:
+        if replica.member:
+            with replica.atomic():
+                Path(folder, "begun").touch()
+                time.sleep(1.5)  # longer than the grace
+                Path(folder, "saved").touch()
+        time.sleep(60)
+    finally:
+        Path(folder, f"finally-{replica.member}").touch()
+"""
+
+pytestmark = pytest.mark.usefixtures("state_home")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., Run]:
+    (tmp_path / "member_tasks.py").write_text(TASKS)
+    local = LocalProcessExecutor(preload=(), term_grace_s=1.0)
+
+    def start(name: str, n: int = 1, procs: Any = 2, args: Any = (), **more: Any) -> Run:
+        folder = {"folder": str(tmp_path)}
+        return launch(
+            local, f"{tmp_path}/member_tasks.py:{name}", n, procs=procs, args={**folder, **dict(args)}, **more
+        )
+
+    return start
+
+
+def ended(run: Run) -> Outcome:
+    run.wait(60)
+    (outcome,) = run.outcomes()
+    assert outcome is not None
+    return outcome
+
+
+def wait_for(folder: Path, *names: str) -> None:
+    while not all((folder / name).exists() for name in names):
+        time.sleep(0.01)
+
+
+def test_each_member_has_the_variables_of_torchrun_and_the_result_is_the_leaders(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    import json
+
+    outcome = ended(start("look"))
+    assert (outcome.status, outcome.result) == (ReplicaStatus.SUCCEEDED, "of the leader")
+    assert [end.exit_code for end in outcome.members] == [0, 0]
+    seen = [json.loads((tmp_path / f"seen-0-{member}").read_text()) for member in (0, 1)]
+    ports = {each["env"].pop("MASTER_PORT") for each in seen}
+    assert len(ports) == 1
+    for member, each in enumerate(seen):
+        expected = {
+            **dict.fromkeys(("RANK", "LOCAL_RANK", "REPLICA_MEMBER"), str(member)),
+            **dict.fromkeys(("WORLD_SIZE", "REPLICA_MEMBERS"), "2"),
+            "GROUP_WORLD_SIZE": "1",
+            "MASTER_ADDR": "localhost",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": None,
+        }
+        assert each["env"] == expected
+        assert each["share"] == [list(range(member, 8, 2)), list(range(8))]
+    assert seen[0]["dice"] != seen[1]["dice"]
+    assert sorted(outcome.output_tail.splitlines()) == ["[1] half a line", "half a line"]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "reason", "says"),
+    [
+        ("raise", "exception", "Member {} of 2 failed first.\nTraceback"),
+        ("exit", "no_result", "Member {} of 2: Replica 0 of 1 ended by itself with exit code 7"),
+        ("SIGKILL", "signal", "Member {} of 2: Replica 0 of 1 was ended by signal 9 (SIGKILL)."),
+        ("SIGTERM", "signal", "Member {} of 2: Replica 0 of 1 was terminated by SIGTERM"),
+    ],
+)
+def test_the_member_that_ended_badly_is_the_cause_and_the_others_leave_in_order(
+    start: Callable[..., Run], tmp_path: Path, how: str, reason: str, says: str, who: int
+) -> None:
+    outcome = ended(start("end", args={"how": how, "who": who}))
+    assert (outcome.reason, outcome.member) == (reason, who)
+    assert str(outcome.error).startswith(says.format(who))
+    assert {f"finally-{1 - who}", f"atexit-{1 - who}"} <= {*os.listdir(tmp_path)}
+    assert outcome.members[1 - who].exit_code == 128 + signal.SIGTERM
+
+
+def test_a_member_that_ended_with_0_is_waited_with(start: Callable[..., Run]) -> None:
+    outcome = ended(start("end", args={"how": "leave", "who": 1}))
+    assert (outcome.status, outcome.result) == (ReplicaStatus.SUCCEEDED, 0)
+
+
+def test_a_killed_member_restarts_all_members_of_its_replica_and_of_no_other(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    outcome = ended(start("end", args={"how": "SIGKILL", "who": 1}, restarts=1))
+    assert (outcome.status, outcome.attempt, outcome.result, outcome.how) == (ReplicaStatus.SUCCEEDED, 1, 1, "fork")
+    assert {"ready-0-1", "ready-1-1"} <= {*os.listdir(tmp_path)}
+
+
+def test_a_cancel_runs_what_each_member_has_to_end_and_waits_for_one_that_saves(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start("save")
+    wait_for(tmp_path, "begun")
+    run.cancel()
+    outcome = ended(run)
+    assert (outcome.status, outcome.error) == (ReplicaStatus.CANCELLED, "Replica 0 was ended: cancelled by the user.")
+    assert {"saved", "finally-0", "finally-1"} <= {*os.listdir(tmp_path)}
+
+
+def test_members_of_a_killed_supervisor_end_and_only_the_leader_records_it(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start("end", args={"how": "SIGKILL", "who": 7})
+    wait_for(tmp_path, "ready-0-0", "ready-1-0")
+    pids = [int((tmp_path / f"ready-{member}-0").read_text()) for member in (0, 1)]
+    parent = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(parent, signal.SIGKILL)
+    assert ended(run).reason == "lost"
+    while any(start_time(pid) is not None for pid in pids):
+        time.sleep(0.01)
+    assert {"finally-0", "finally-1", "atexit-0", "atexit-1"} <= {*os.listdir(tmp_path)}
+
+
+def test_procs_by_gpu_needs_a_gpu(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    from executors import LaunchError
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(LaunchError, match="procs=gpu: this replica sees no GPU"):
+        start("look", procs="gpu")
+
+
+def test_a_backend_without_a_supervisor_refuses_several_processes() -> None:
+    with pytest.raises(ValueError, match=r"Backend 'inline' starts one process in each replica: got procs='2'"):
+        launch("inline", "os:getcwd", 1, procs=2)
