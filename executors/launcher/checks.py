@@ -187,7 +187,7 @@ def with_policy(backend: Backend, request: LaunchRequest) -> LaunchRequest:
 def check_procs(backend: Backend, request: LaunchRequest) -> None:
     """Check that the backend starts as many processes in each replica as the launch asks for.
 
-    A line on stderr says when one process of a replica has several GPUs.
+    A line on stderr warns that one process of a replica has several GPUs.
 
     Args:
         backend: the backend that starts the replicas.

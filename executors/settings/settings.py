@@ -69,9 +69,9 @@ class Settings(Record):
         nullable(parsed(procs_text)),
         None,
         option=Option(
-            help="The number of processes of each replica, for a script that trains with torch.distributed: N, gpu "
-            "(one for each GPU of the replica) or auto (the same, or 1 without a GPU; torchrun's auto would be the "
-            "number of cores). Default: 1.",
+            help="The number of processes of each replica, for a script with torch.distributed: N, gpu (one for each "
+            "GPU of the replica) or auto (the same, and 1 without a GPU). Unlike in torchrun, auto never counts cores. "
+            "Default: 1.",
             panel=RUN,
             metavar="N",
             flags=("--procs", "--nproc-per-node"),

@@ -53,7 +53,7 @@ from executors.supervisor.processes import (
 from executors.supervisor.supervisor import Supervisor
 from executors.task.stored import StoredTask
 from executors.worker.main import Assignment, main
-from executors.worker.process_group import Membership, write_whole_lines
+from executors.worker.process_group import MemberPlace, write_whole_lines
 from executors.worker.surroundings import await_gpu_release
 
 BECOME_REPLICA = "from executors.supervisor.container import ContainerStarter; ContainerStarter.become_replica()"
@@ -208,7 +208,7 @@ class ContainerStarter:
         self._pages, pids = pages, list[int]()
         try:
             for number, page in enumerate(pages):
-                place = None if group is None else group.membership(number, pages[0])
+                place = None if group is None else group.place_of(number, pages[0])
                 pids.append(self._start_process(attempt, page, close, group, place))
         except OSError:
             kill_processes(pids)
@@ -225,7 +225,7 @@ class ContainerStarter:
         page: SharedPage,
         close: Iterable[int],
         group: MemberGroup | None,
-        place: Membership | None,
+        place: MemberPlace | None,
     ) -> int:
         parent = os.getpid()
         if threads := threads_lost_by_a_fork():
@@ -241,7 +241,7 @@ class ContainerStarter:
             self._become_rank(attempt, page, parent, [*close, *(each for each in shared if each not in own)], place)
         return pid
 
-    def _start_python(self, attempt: Attempt, page: SharedPage, place: Membership | None) -> int:
+    def _start_python(self, attempt: Attempt, page: SharedPage, place: MemberPlace | None) -> int:
         """Start an attempt's process as a new Python; return its pid."""
         shared, of_members = page.share(), {} if place is None else place.shares()
         message = {
@@ -283,7 +283,7 @@ class ContainerStarter:
         """Do nothing, because the service keeps the log."""
 
     def _become_rank(
-        self, attempt: Attempt, page: SharedPage, parent: int, close: Iterable[int], place: Membership | None
+        self, attempt: Attempt, page: SharedPage, parent: int, close: Iterable[int], place: MemberPlace | None
     ) -> NoReturn:
         """Become a replica in a forked process, and leave all of the supervisor's state behind."""
         try:
@@ -295,7 +295,7 @@ class ContainerStarter:
             os._exit(1)
         main(assignment)
 
-    def _prepare_process(self, page: SharedPage, place: Membership | None) -> None:
+    def _prepare_process(self, page: SharedPage, place: MemberPlace | None) -> None:
         """Prepare this process for a replica.
 
         It ends with its supervisor, and the end of its output is copied for the outcome.
@@ -311,7 +311,7 @@ class ContainerStarter:
             await_gpu_release(pid)
 
     def _assignment(
-        self, attempt: Attempt, page: SharedPage, parent: int, how: str | None, place: Membership | None
+        self, attempt: Attempt, page: SharedPage, parent: int, how: str | None, place: MemberPlace | None
     ) -> Assignment:
         return Assignment(
             replace(self._spec, attempt=attempt.number),
@@ -336,7 +336,7 @@ class ContainerStarter:
             ranks = cls(spec, term_grace_s=message["term_grace_s"], gpu=message["gpu"])
             ranks._last_pids = message["last_pids"]
             page = SharedPage.open(shares["page"])
-            place = Membership.received(message["member"], shares)
+            place = MemberPlace.received(message["member"], shares)
             leave_supervisor([])
             ranks._prepare_process(page, place)
             store = retry(lambda: store_at(spec.store_url), START)

@@ -17,7 +17,7 @@ from executors.protocol import MemberEnd, Outcome, ReplicaStatus
 from executors.replica.shared_page import SharedPage
 from executors.settings.procs import BY_GPU, BY_GPU_OR_ONE, gpus_asked
 from executors.supervisor.watchdog import Watchdog
-from executors.worker.process_group import Membership
+from executors.worker.process_group import MemberPlace
 
 LAST_CALL_S = 0.3
 """How long the others of a member that ended badly continue, because the one that caused it may end a moment later."""
@@ -97,7 +97,7 @@ def reserve_port() -> socket.socket:
 
 
 class MemberGroup:
-    """What the supervisor keeps open for the members of one attempt: their port and the files of their ends.
+    """The port and the end files that the supervisor keeps open for the members of one attempt.
 
     Args:
         n: the number of members, at least 2.
@@ -123,14 +123,14 @@ class MemberGroup:
         """The descriptors that a forked process must close, unless one of them is its own."""
         return [self._reserved.fileno(), *self.end_files] if self.end_files else []
 
-    def membership(self, number: int, leader_page: SharedPage) -> Membership:
+    def place_of(self, number: int, leader_page: SharedPage) -> MemberPlace:
         """Return the place of one member.
 
         Args:
             number: its number.
             leader_page: the page of member 0.
         """
-        return Membership(number, self.n, self.port, self.end_files[number], leader_page)
+        return MemberPlace(number, self.n, self.port, self.end_files[number], leader_page)
 
     def close(self) -> None:
         """Close everything, when the attempt has ended."""
@@ -158,7 +158,7 @@ class Member:
     was_killed: bool = False
     """Whether the supervisor has sent it SIGKILL."""
     end: Outcome | None = field(default=None, repr=False)
-    """What it left as its end. None: nothing."""
+    """The end that it left. None: it left none."""
 
     @property
     def is_alive(self) -> bool:
@@ -167,7 +167,7 @@ class Member:
 
     @property
     def left_as_announced(self) -> bool:
-        """Whether it ended because of a notice or a stop, which is no failure."""
+        """True if it ended because of a notice or a stop, and so has not failed."""
         return self.page.ending_at is not None and self.exit_code == 128 + signal.SIGTERM
 
     @property

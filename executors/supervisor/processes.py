@@ -55,7 +55,7 @@ class ProcessStarter(Protocol):
             attempt: the attempt.
 
         Raises:
-            OSError: the number is that of the GPUs, and there is none.
+            OSError: the GPUs are to be counted, and there is none.
         """
 
     def start(
@@ -67,7 +67,7 @@ class ProcessStarter(Protocol):
             attempt: the attempt.
             pages: for each process, the memory that it shares with its supervisor.
             close: descriptors that the processes must not keep.
-            group: what several processes have in common. None: there is one process.
+            group: the port and the end files of several processes. None, the default: there is one process.
 
         Raises:
             OSError: one could not be started. Those before it were killed.
@@ -151,7 +151,7 @@ class RunningAttempt:
     others: Sequence[Member] = ()
     """The other processes of a replica that has several. `pid`, `page` and `watchdog` are those of member 0."""
     group: MemberGroup | None = None
-    """What these processes have in common. None: there is one process."""
+    """The port and the end files of these processes. None: there is one process."""
     others_at: float = NEVER
     """The time at which the other members are asked to end, because one ended badly."""
     is_failing: bool = False
@@ -216,7 +216,7 @@ class RunningAttempt:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the attempt: that of the member that failed first, or else of member 0."""
+        """The exit code of the member that failed first, or else of member 0."""
         cause = find_cause(self.members)
         code = (self.members[0] if cause is None else cause).exit_code
         return -signal.SIGKILL if code is None else code

@@ -45,7 +45,7 @@ from executors.worker.failure import describe_failure, fingerprint_of, is_store_
 from executors.worker.health_check import LIMIT_S, UnhealthyError, check_health
 from executors.worker.heartbeat import Heartbeat
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
-from executors.worker.process_group import Membership
+from executors.worker.process_group import MemberPlace
 from executors.worker.result import to_json_value
 from executors.worker.sigterm import TERMINATED, handle_sigterm, ignore_sigterm, sigterm_arrived
 from executors.worker.surroundings import (
@@ -97,8 +97,8 @@ class Assignment:
     """How the attempt was started; see `Outcome`."""
     page: SharedPage | None = None
     """The memory that this process shares with its supervisor. None: it has none."""
-    member: Membership | None = None
-    """The place of this process among those of its replica. None: it is the only one."""
+    member: MemberPlace | None = None
+    """The number and the shared objects of this process in a replica of several. None: it is the only one."""
 
 
 def main(assignment: Assignment) -> NoReturn:
@@ -269,7 +269,7 @@ class _Worker:
         return outcome.exit_code if outcome.exit_code is not None else 1
 
     def _set_environment(self) -> None:
-        """Set the variables of the replica, and those of a process group if the replica has several processes."""
+        """Set the variables of the replica. If it has several processes, set also torchrun's variables."""
         replica, place = self.replica, self._place
         set_environment(replica, self._assignment.torch_threads)
         if place is not None:
@@ -411,7 +411,7 @@ class _Worker:
         elif self._leads:
             self.record(replace(outcome, output_tail=self._assignment.output_tail()))
 
-    def _leave_end(self, place: Membership, outcome: Outcome) -> None:
+    def _leave_end(self, place: MemberPlace, outcome: Outcome) -> None:
         """Leave the end of this member for the supervisor, which records one outcome for all members."""
         if self._leads:
             outcome = self.with_warnings(outcome)

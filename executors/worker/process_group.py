@@ -22,7 +22,7 @@ MASTER_ADDRESS = "localhost"
 
 
 @dataclass(frozen=True)
-class Membership:
+class MemberPlace:
     """The place of a process among the processes of its replica."""
 
     number: int
@@ -74,7 +74,7 @@ class Membership:
         return {"end": self.end_file, "leader": self.leader_page.share()}
 
     @classmethod
-    def received(cls, message: Mapping[str, int] | None, shares: Mapping[str, int]) -> Membership | None:
+    def received(cls, message: Mapping[str, int] | None, shares: Mapping[str, int]) -> MemberPlace | None:
         """Return the place that `to_json` and `shares` have passed to this process. None: it is the only one.
 
         Args:
@@ -147,7 +147,7 @@ class LineWriter(io.BufferedIOBase):
         return size
 
     def flush(self) -> None:
-        """Write a line that is not complete, as that of a progress bar."""
+        """Write a line that is not complete, as a progress bar prints it."""
         pending, self._pending = self._pending, b""
         if pending:
             self._emit(pending)
@@ -166,7 +166,7 @@ class LineWriter(io.BufferedIOBase):
 def write_whole_lines(member: int) -> None:
     """Make this process print whole lines, which begin with `[m] ` in member m > 0.
 
-    What C code and programs print has no prefix.
+    Lines of C code and of other programs have no prefix.
 
     Args:
         member: the number of this process in its replica.

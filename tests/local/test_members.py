@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from executors import LocalProcessExecutor, launch
+from executors.errors import LaunchError
 from executors.process import start_time
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.run import Run
@@ -42,9 +43,10 @@ def look(folder):
     return "of the leader" if replica.member == 0 else {1, 2}
 
 def end(folder, how, who):
-    replica = meet(folder)
+    replica = current_replica()
     atexit.register(lambda: Path(folder, f"atexit-{replica.member}").touch())
     try:
+        meet(folder)
         if replica.member == who and replica.attempt == 0:
             if how == "raise":
                 raise ValueError("no luck")
@@ -186,8 +188,6 @@ def test_members_of_a_killed_supervisor_end_and_only_the_leader_records_it(
 
 
 def test_procs_by_gpu_needs_a_gpu(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    from executors import LaunchError
-
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(LaunchError, match="procs=gpu: this replica sees no GPU"):
         start("look", procs="gpu")

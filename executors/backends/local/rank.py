@@ -41,7 +41,7 @@ from executors.supervisor.supervisor_lock import hold, open_locks
 from executors.task.stored import StoredTask
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.main import Assignment, main
-from executors.worker.process_group import Membership, write_whole_lines
+from executors.worker.process_group import MemberPlace, write_whole_lines
 from executors.worker.surroundings import await_gpu_release
 
 BECOME_REPLICA = "from executors.backends.local.rank import become_replica; become_replica()"
@@ -127,7 +127,7 @@ def become_replica() -> NoReturn:
         message, shares = receive_message()
         launch = LocalLaunch.from_json(message["launch"])
         page = SharedPage.open(shares["page"])
-        place = Membership.received(message["member"], shares)
+        place = MemberPlace.received(message["member"], shares)
         ranks = LocalStarter(launch, [], message["supervisor_pid"])
         leave_supervisor([])
         _unbuffer_streams()
@@ -303,7 +303,7 @@ class LocalStarter:
             attempt: the attempt.
             pages: the pages that the processes share with their supervisor.
             close: more descriptors that a forked process must close.
-            group: what several processes have in common. None, the default: there is one.
+            group: the port and the end files of several processes. None, the default: there is one process.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         output = os.open(self._launch.log_file(attempt), flags, 0o600)
@@ -320,7 +320,7 @@ class LocalStarter:
                     gc.collect()  # before the freeze, because frozen garbage is never collected
                 gc.freeze()  # so that the rank's collector does not write to shared pages, which would copy them
             for number, page in enumerate(pages):
-                place = None if group is None else group.membership(number, pages[0])
+                place = None if group is None else group.place_of(number, pages[0])
                 if self._launch.preload is not None:
                     pids.append(self._start_python(attempt, gpus, page, place, output, slot.locks if slot else ()))
                     continue
@@ -348,7 +348,7 @@ class LocalStarter:
         attempt: Attempt,
         gpus: _Gpus,
         page: SharedPage,
-        place: Membership | None,
+        place: MemberPlace | None,
         output: int,
         locks: Iterable[int],
     ) -> int:
@@ -454,7 +454,7 @@ class LocalStarter:
         attempt: Attempt,
         gpus: _Gpus,
         page: SharedPage,
-        place: Membership | None,
+        place: MemberPlace | None,
         task: StoredTask | None,
         output: int,
         close: Iterable[int],
@@ -478,7 +478,7 @@ class LocalStarter:
         gpus: _Gpus,
         page: SharedPage,
         task: StoredTask | None,
-        place: Membership | None = None,
+        place: MemberPlace | None = None,
     ) -> Assignment:
         """Return the assignment of a replica's process, when its GPUs are free. It is called in that process.
 
@@ -487,7 +487,7 @@ class LocalStarter:
             gpus: the GPUs of the process.
             page: the page that the process shares with its supervisor.
             task: the run's task. None: the process reads the task itself.
-            place: the place of the process among those of its replica. None, the default: it is the only one.
+            place: the number and the shared objects of a process of several. None, the default: it is the only one.
         """
         if place is not None:
             write_whole_lines(place.number)
