@@ -55,7 +55,7 @@ class ProcessStarter(Protocol):
             attempt: the attempt.
 
         Raises:
-            OSError: the GPUs are to be counted, and there is none.
+            OSError: the GPUs must be counted, and there is none.
         """
 
     def start(
