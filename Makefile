@@ -6,7 +6,7 @@ BIN := .venv/bin
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 SCHEDULES ?=
 
-.PHONY: help install demo compiled test test-all test-browser test-radosgw test-slurm test-ray test-kubernetes package pictures lint bench docs docs-links surface simulate simulate-restarts clean
+.PHONY: help install demo compiled test test-all test-browser test-radosgw test-slurm test-ray test-lowest test-kubernetes package pictures lint bench docs docs-links surface simulate simulate-restarts clean
 
 help:
 	@echo "make demo      train a small model with four local replicas"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-slurm  launches at a real Slurm, started on loopback (needs its Debian packages; part of make test-all)"
 	@echo "make test-ray  the backend ray at a real head on loopback; installs Ray (380 MB) into .venv-ray"
 	@echo "make test-kubernetes  the contracts and the table of answers at the cluster of KUBECONFIG (its current context)"
+	@echo "make test-lowest  a selection of the tests with each dependency at its lower bound, in .venv-lowest (6 GB)"
 	@echo "make package   wheel and sdist into dist/, installed and tried in empty environments (part of make test-all)"
 	@echo "make pictures  each picture of the documentation, by its recipe in docs/pictures/ (needs chromium)"
 	@echo "make docs      the site in docs/_build/html, without network (part of make test)"
@@ -25,7 +26,7 @@ help:
 	@echo "make bench     the benchmarks, each beside its peer"
 	@echo "make simulate  the rendezvous under 250,000 random schedules (SCHEDULES=n: as many)"
 	@echo "make simulate-restarts  the same of decisions and keepers: 1,000,000 schedules"
-	@echo "make clean     remove .venv, .venv-ray and caches"
+	@echo "make clean     remove .venv, .venv-ray, .venv-lowest and caches"
 
 install: .venv/.installed
 
@@ -76,6 +77,9 @@ test-ray: install .venv-ray/.installed
 	.venv-ray/bin/pip install --quiet --disable-pip-version-check 'ray[default]==2.60.0'
 	@touch $@
 
+test-lowest: install
+	$(BIN)/python -m tests.lowest
+
 test-kubernetes: install
 	@test -n "$$KUBECONFIG" || { echo "KUBECONFIG names no cluster. The contract of the executor needs \
 		REPLICAS_LIVE_RENDEZVOUS=s3://BUCKET/PREFIX as well."; exit 1; }
@@ -107,4 +111,4 @@ simulate-restarts: install
 	$(BIN)/python -m tests.simulation --restarts $(or $(SCHEDULES),1000000)
 
 clean:
-	rm -rf .venv .venv-ray docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-ray .venv-lowest docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -132,7 +132,7 @@ def packages_of(extra: str) -> list[str]:
     Returns: the requirements. Empty if the project is not installed as a package, as in a copied folder.
 
     Example:
-        packages_of("s3")  # ["boto3>=1.36"]
+        packages_of("s3")  # ["boto3>=1.38.46"]
     """
     from importlib import metadata
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument
 
 from executors.cli.documents import BackendDocument, BackendOption, BackendsDocument
-from executors.cli.options import name_type
+from executors.cli.options import complete_backend, name_type
 from executors.cli.output import JsonOption, Output
 from executors.cli.verb_help import describe
 from executors.registry import parameters_of
@@ -21,15 +21,9 @@ if TYPE_CHECKING:
 NAME = "A backend, or pkg.mod:Class. Default: all backends."
 
 
-def _complete_backend(incomplete: str) -> list[str]:
-    from executors.registry import known_backends
-
-    return [name for name in sorted(known_backends()) if name.startswith(incomplete)]
-
-
 @describe(examples=["replicas backends", "replicas backends modal"])
 def backends(
-    name: Annotated[str | None, Argument(metavar="NAME", help=NAME, autocompletion=_complete_backend)] = None,
+    name: Annotated[str | None, Argument(metavar="NAME", help=NAME, autocompletion=complete_backend)] = None,
     as_json: JsonOption = False,
 ) -> int:
     """List the backends with their options, and whether they are ready."""

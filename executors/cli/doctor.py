@@ -17,7 +17,7 @@ from typer import Option
 
 from executors.backend import Backend, as_backend
 from executors.cli.documents import CheckDocument, DoctorDocument
-from executors.cli.options import BackendOptions, RendezvousOption, parse_values
+from executors.cli.options import BackendOptions, RendezvousOption, complete_backend, parse_values
 from executors.cli.output import FAILED, JsonOption, Output
 from executors.cli.verb_help import describe
 from executors.errors import BackendError, ReplicasError, StoreError
@@ -65,7 +65,14 @@ class CheckResult:
 )
 def doctor(
     backend: Annotated[
-        str, Option("--backend", "-b", metavar="NAME", help="The backend to check, or pkg.mod:Class.")
+        str,
+        Option(
+            "--backend",
+            "-b",
+            metavar="NAME",
+            help="The backend to check, or pkg.mod:Class.",
+            autocompletion=complete_backend,
+        ),
     ] = "local",
     probe: Annotated[bool, Option("--probe", help="Also start one replica, and show its report.")] = False,
     gpu: Annotated[

@@ -18,7 +18,7 @@ def packages_below_bounds() -> Iterator[tuple[str, str]]:
 
     Packages that are not installed are left out, because most belong to backends that the user does not use.
 
-    Yields: the found version in words, such as `boto3 1.30.0; replicas needs boto3>=1.36`, and the command.
+    Yields: the found version in words, such as `boto3 1.30.0; replicas needs boto3>=1.38.46`, and the command.
 
     Example:
         for problem, command in packages_below_bounds():

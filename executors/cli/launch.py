@@ -27,6 +27,7 @@ from executors.cli.options import (
     TrustOption,
     VolumeOption,
     add_settings,
+    complete_backend,
     find_run,
     make_executor,
     options_of,
@@ -99,7 +100,9 @@ def launch(
     entrypoint: Annotated[str | None, Argument(metavar="ENTRYPOINT", help=ENTRYPOINT)] = None,
     *,
     module: Annotated[bool, Option("--module", "-m", help=MODULE)] = False,
-    backend: Annotated[str, Option("--backend", "-b", metavar="NAME", help=BACKEND)] = "local",
+    backend: Annotated[
+        str, Option("--backend", "-b", metavar="NAME", help=BACKEND, autocompletion=complete_backend)
+    ] = "local",
     arg: Annotated[list[str] | None, Option("--arg", "-a", metavar="K=V", help=ARG)] = None,
     rendezvous: RendezvousOption = None,
     run_id: Annotated[str | None, Option(metavar="ID", help=RUN_ID)] = None,

@@ -32,6 +32,20 @@ EXAMPLES = {
 PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
+def complete_backend(incomplete: str) -> list[str]:
+    """Return the names of backends that begin with a text, for the completion of a shell.
+
+    Args:
+        incomplete: the text so far.
+
+    Example:
+        complete_backend("mo")  # ["modal"]
+    """
+    from executors.registry import known_backends
+
+    return [name for name in sorted(known_backends()) if name.startswith(incomplete)]
+
+
 def _complete_run(incomplete: str) -> list[str]:
     from executors.registry.run_index import known_run_ids
 
@@ -80,7 +94,10 @@ EnvOption = Annotated[list[str] | None, Option("--env", "-e", metavar="K=V", hel
 SECRET = "The name of a secret of the backend, for the environment of the replicas. Repeatable."
 SecretOption = Annotated[list[str] | None, Option("--secret", metavar="NAME", help=SECRET, rich_help_panel=WHERE)]
 EXECUTOR = "The backend of the run. Needed if the launch named a pkg.mod:Class. Default: as recorded."
-ExecutorOption = Annotated[str | None, Option("--backend", "-b", metavar="NAME", help=EXECUTOR, rich_help_panel=WHERE)]
+ExecutorOption = Annotated[
+    str | None,
+    Option("--backend", "-b", metavar="NAME", help=EXECUTOR, rich_help_panel=WHERE, autocompletion=complete_backend),
+]
 VOLUME = "Storage to mount and its path: NAME:/path, or a URL (see `replicas backends`). Repeatable."
 VolumeOption = Annotated[list[str] | None, Option("--volume", metavar="NAME:PATH", help=VOLUME, rich_help_panel=WHERE)]
 OPTION = "An option of the backend, listed by `replicas backends`. With several backends: NAME.K=V. Repeatable."
