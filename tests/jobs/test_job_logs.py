@@ -165,7 +165,7 @@ def test_collect_brings_a_long_log_whole_where_a_service_has_it_whole(
     assert (Path("out/0/output.log").read_bytes() == whole, told.code) == (True, 0), told
 
 
-def test_collect_names_a_log_of_which_a_service_gives_only_the_end(
+def test_collect_names_a_log_if_the_service_keeps_only_its_end(
     long_log: Callable[[Callable[[Path], Log]], bytes], here: HereInstead
 ) -> None:
     long_log(window_of_entries)

@@ -585,7 +585,7 @@ def test_what_is_averaged_besides_costs_no_optimizer_step_and_no_round_a_compari
     leave(diloco)
 
 
-def test_what_is_averaged_besides_is_named_before_the_first_step() -> None:
+def test_average_also_after_the_first_step_is_refused() -> None:
     diloco = DiLoCo(nn.Linear(1, 1), inner_steps=2, **place())
     diloco.step()
     with pytest.raises(DiLoCoError, match="before the first step"):
