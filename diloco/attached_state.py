@@ -34,6 +34,7 @@ from diloco.rendezvous.round import Background
 from diloco.rendezvous.snapshot import DTYPES, decode_part, digest_of, encode_part, parts_of
 from diloco.rendezvous.training_state import Array, Arrays
 from diloco.save_schedule import SaveSchedule
+from diloco.tensor_names import is_dtensor
 from executors.errors import StoreError, kind_of
 
 log = logging.getLogger(__name__)
@@ -112,8 +113,13 @@ class AttachedState:
 
     def __init__(
         self, store: RetryingStore, keys: Keys, me: Identity, background: Background, plan: RoundPlan, proof: Proof,
-        begun_at: int = 0,
+        begun_at: int = 0, member: int = 0,
     ) -> None:  # fmt: skip
+        self._member = member
+        self.on_keep: Callable[[int], None] = lambda position: None
+        """Called with the position before states are saved. The other members of the replica then save theirs."""
+        self.of_leader: set[str] = set()
+        """The names of objects that member 0 saves for all members of the replica."""
         self._store = store
         self._keys = keys
         self._me = me
@@ -180,7 +186,24 @@ class AttachedState:
         """
         self.schedule = schedule
 
-    def attach(self, name: str, thing: Any, step: int, *, follow: bool = False, lead: int | None = None) -> None:
+    def saved_position(self, name: str) -> int:
+        """Return the position of an object's saved state. -1: there is no saved state.
+
+        Args:
+            name: the name of the object.
+        """
+        return -1 if self.kept is None or f"attached/{name}/json" not in self.kept.arrays else self.kept.position
+
+    def attach(
+        self,
+        name: str,
+        thing: Any,
+        step: int,
+        *,
+        follow: bool = False,
+        lead: int | None = None,
+        loads: bool = True,
+    ) -> None:
         """Save the state of an object from now on. If an earlier attempt of this rank saved one, load it.
 
         Args:
@@ -206,7 +229,7 @@ class AttachedState:
         take, give = _state_calls(name, thing)
         to_arrays(take(), name)
         state, kept_lead = None, 0
-        if self.kept is not None:
+        if self.kept is not None and loads:
             try:
                 with reading("state"):
                     state = from_arrays(self.kept.arrays, f"attached/{name}")
@@ -219,7 +242,7 @@ class AttachedState:
                 "DiLoCo.", self._me.rank, name,
             )  # fmt: skip
         if state is not None:
-            give(state)
+            give(_as_parameters(thing, state))
         self.things[name] = thing
         if follow:
             self._followers[name] = thing
@@ -342,9 +365,11 @@ class AttachedState:
             uncounted_since: the entry at which each fragment's live work began.
             buffers: the model's buffers that are not averaged, by name.
         """
+        self.on_keep(position)
         arrays = {f"progress/{index}": part.numpy() for index, part in enumerate(progress) if part.count_nonzero()}
-        states = {f"attached/{name}": _state_calls(name, thing)[0]() for name, thing in self.things.items()}
-        leads = {f"lead/{name}": lead for name, lead in self._leads.items() if lead}
+        own = {name: thing for name, thing in self.things.items() if name not in self.of_leader}
+        states = {f"attached/{name}": _state_calls(name, thing)[0]() for name, thing in own.items()}
+        leads = {f"lead/{name}": lead for name, lead in self._leads.items() if lead and name in own}
         for prefix, taken in {**states, **leads, **({"buffers": dict(buffers)} if buffers else {})}.items():
             name = prefix.removeprefix("attached/")
             try:
@@ -385,9 +410,9 @@ class AttachedState:
         store, me = self._store.for_thread(), self._me
         for position, n_parts, is_first in self._written[:-2]:
             if not is_first:
-                store.remove(self._keys.own_state_record(me.rank, position, me.attempt))
+                store.remove(self._keys.own_state_record(me.rank, position, me.attempt, self._member))
                 for index in range(n_parts):
-                    store.remove(self._keys.own_state_tensors(me.rank, position, me.attempt, index))
+                    store.remove(self._keys.own_state_tensors(me.rank, position, me.attempt, index, self._member))
         self._written = self._written[-2:]
 
     def _upload(self, position: int, steps: int, arrays: Arrays, since: Sequence[int]) -> int:
@@ -397,8 +422,11 @@ class AttachedState:
         digest, *more = (digest_of(part, self._proof) for part in parts)
         about = {"rank": me.rank, "attempt": me.attempt, "position": position, "uncounted_since": since, "steps": steps}
         record = {**about, "digest": digest, **({"more": more} if more else {})}
-        key = self._keys.own_state_record(me.rank, position, me.attempt)
-        keys = [self._keys.own_state_tensors(me.rank, position, me.attempt, index) for index in range(len(parts))]
+        key = self._keys.own_state_record(me.rank, position, me.attempt, self._member)
+        keys = [
+            self._keys.own_state_tensors(me.rank, position, me.attempt, index, self._member)
+            for index in range(len(parts))
+        ]
         try:
             is_kept = all(store.write(*each) for each in zip(keys, parts, strict=True))
             error = None if is_kept and store.write(key, frame(record, key, self._proof)) else store.last_error
@@ -441,7 +469,7 @@ class AttachedState:
             keys: the keys of the run in which it was saved.
             most: the largest position that the state may have.
         """
-        prefix = keys.own_state(self._me.rank)
+        prefix = keys.own_state(self._me.rank, self._member)
         for _ in range(READ_TRIES):  # a listing that failed counts as an empty one
             if listed := self._store.list_keys(prefix):
                 break
@@ -454,7 +482,7 @@ class AttachedState:
         return None
 
     def _read(self, keys: Keys, position: int, attempt: int) -> SavedState | None:
-        key = keys.own_state_record(self._me.rank, position, attempt)
+        key = keys.own_state_record(self._me.rank, position, attempt, self._member)
         record = self._store.peek(key)
         if not record:
             return None
@@ -465,7 +493,9 @@ class AttachedState:
                 steps = max(0, typed(int, fields.get("steps", 0)))
                 arrays: dict[str, Array] = {}
                 for index, digest in enumerate([fields["digest"], *typed(list, fields.get("more", []))]):
-                    part = self._store.peek(keys.own_state_tensors(self._me.rank, position, attempt, index))
+                    part = self._store.peek(
+                        keys.own_state_tensors(self._me.rank, position, attempt, index, self._member)
+                    )
                     if not part:
                         return None
                     if self._proof.digest(part) != digest:
@@ -510,6 +540,35 @@ def _state_calls(name: str, thing: Any) -> tuple[Callable[[], Any], Callable[[An
         f"attach_state({name!r}) needs an object with state_dict() and load_state_dict(), or a random generator of "
         f"torch, numpy or Python, got {kind_of(thing)}."
     )
+
+
+def _as_parameters(thing: Any, state: Any) -> Any:
+    """Return the saved state of an optimizer, with the tensors of a sharded parameter as DTensors.
+
+    Only the local part of a DTensor is saved. The parameter that it belongs to has its mesh and its placements.
+    """
+    groups = getattr(thing, "param_groups", None)
+    if not isinstance(groups, list) or not isinstance(state, dict) or not isinstance(state.get("state"), dict):
+        return state
+    parameters = [p for group in groups for p in group["params"]]
+    if not any(map(is_dtensor, parameters)):
+        return state
+    from torch.distributed.tensor import DTensor
+
+    restored: dict[Any, Any] = {}
+    for number, values in state["state"].items():
+        p = parameters[number] if isinstance(number, int) and number < len(parameters) else None
+        restored[number] = values
+        if isinstance(p, DTensor) and isinstance(values, dict):
+            restored[number] = {
+                name: DTensor.from_local(
+                    value.to(p.device), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+                )
+                if isinstance(value, Tensor) and value.dim() and value.shape == p.to_local().shape
+                else value
+                for name, value in values.items()
+            }
+    return {**state, "state": restored}
 
 
 def to_arrays(state: Any, prefix: str) -> dict[str, Array]:
@@ -561,6 +620,8 @@ def _flatten(value: Any, arrays: dict[str, Array], prefix: str, where: str) -> A
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [_flatten(item, arrays, prefix, f"{where}[{at}]") for at, item in enumerate(value)]}
     if isinstance(value, Tensor):
+        if is_dtensor(value):  # each member of the replica saves its own part
+            value = value.to_local()  # type: ignore[attr-defined]
         dtype = str(value.dtype).removeprefix("torch.")
         with contextlib.suppress(TypeError, RuntimeError):  # numpy does not have its type, layout or class
             values = value.detach().cpu()

@@ -76,7 +76,12 @@ Values: TypeAlias = Sequence[tuple[Slot, Tensor]]
 
 
 def plan_fragments(
-    model: nn.Module, fragments: FragmentSpec, *, sync_buffers: bool | None, wires: Sequence[str] = ()
+    model: nn.Module,
+    fragments: FragmentSpec,
+    *,
+    sync_buffers: bool | None,
+    wires: Sequence[str] = (),
+    has_members: bool = False,
 ) -> list[Fragment]:
     """Divide a model into fragments.
 
@@ -88,6 +93,7 @@ def plan_fragments(
         sync_buffers: True: float buffers are averaged. False: they are not. None: they are, unless the wire is too
             coarse for them. A warning reports that case.
         wires: the names of the encodings of contributions and means.
+        has_members: True: the model belongs to several processes of one replica, so its parameters may be sharded.
 
     Returns:
         The fragments, in their order.
@@ -102,7 +108,7 @@ def plan_fragments(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {kind_of(model)}.")
-    check_is_unsharded(model)
+    check_is_unsharded(model, has_members=has_members)
     parameters = by_clean_name(model, ((name, p) for name, p in model.named_parameters() if p.requires_grad))
     if not parameters:
         raise ValueError("The model has no trainable parameters, so there is nothing to average. Unfreeze some first.")

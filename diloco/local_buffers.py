@@ -42,7 +42,7 @@ class LocalBuffers:
         self._averaged = {slot.name for fragment in fragments for slot in fragment.slots}
         self._known: dict[str, tuple[ReferenceType[Tensor], tuple[int, int], bytes]] = {}
         """By name of a large table: the tensor, its address and torch's count of writes to it, and its digest."""
-        buffers = self._all()
+        buffers = self.all()
         self._at_first = {name: self._digest(name, buffer) for name, buffer in buffers.items()}
         self.marks = {name: mark for name, buffer in buffers.items() if isfinite(mark := _mark(buffer))}
         """For each buffer of several values, a number that identifies its first values, so that replicas can compare
@@ -56,15 +56,16 @@ class LocalBuffers:
         Args:
             kept: the saved buffers, by name.
         """
-        for name, buffer in self._all().items():
+        for name, buffer in self.all().items():
             if name in kept and kept[name].shape == buffer.shape:
                 buffer.copy_(kept[name])
 
     def changed(self) -> dict[str, Tensor]:
         """Return the buffers that training has changed, by name."""
-        return {name: b for name, b in self._all().items() if self._digest(name, b) != self._at_first.get(name)}
+        return {name: b for name, b in self.all().items() if self._digest(name, b) != self._at_first.get(name)}
 
-    def _all(self) -> dict[str, Tensor]:
+    def all(self) -> dict[str, Tensor]:
+        """Return the buffers that are saved and not averaged, by name."""
         return {
             name: buffer
             for name, buffer in saved_buffers(self._model).items()

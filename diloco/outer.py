@@ -12,6 +12,7 @@ DiLoCo, arXiv 2501.18512).
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ from diloco.fragments import FragmentSpec, check_sizes, plan_fragments
 from diloco.model_state import ModelState
 from diloco.optimizer_history import OptimizerHistory
 from diloco.outer_optimizer import OptimizerFactory
-from diloco.process_check import check_is_one_process, not_the_opener
+from diloco.process_check import find_group, not_the_opener
 from diloco.rendezvous.envelope import proof_of
 from diloco.rendezvous.extension import Extension, total_of_start
 from diloco.rendezvous.keys import Keys
@@ -94,7 +95,7 @@ class DiLoCo:
 
     Args: Rounds
         model: The module to train. Its trainable parameters are shared by name. Prefixes that `torch.compile` or
-            DistributedDataParallel add are not part of a name. A sharded model, as by FSDP, is refused.
+            DistributedDataParallel add are not part of a name. A sharded model needs a process group: see `group`.
         inner_steps: Calls of `step()` from one round of a fragment to its next round. Default None: 500. It must be a
             multiple of the number of fragments.
         round_seconds: Seconds from one round of a fragment to its next round, in place of `inner_steps`, for replicas
@@ -189,13 +190,18 @@ class DiLoCo:
             replica's launch.
         key: Secret bytes that all replicas of a signed run share. Records that were not made with the key are ignored.
             Default None: the key of a launch with `signed`, otherwise no key.
+        group: The process group of a replica that has several processes, which train one model together. The model is
+            then wrapped in DistributedDataParallel, or sharded by `fully_shard`. Default "auto": the default group of
+            `torch.distributed`, if one was made. A process group: that one. None: this process alone takes part.
 
     Raises:
         ValueError: An argument has a value that is not allowed. Nothing was written.
-        TypeError: An argument has a type that is not allowed, or the model is sharded. Nothing was written.
+        TypeError: An argument has a type that is not allowed, or the model is sharded and has no process group. Nothing
+            was written.
         ContributionError: The model or the settings differ from the run's. The message names the first difference.
-        DiLoCoError: This process is one of several in a replica, or a DiLoCo of this name is open already. Or the
-            process is not a replica, and only some of the arguments from `store` to `world_size` are given.
+        DiLoCoError: This process is one of several in a replica and has no process group, or another process of the
+            group has not opened the DiLoCo. Or a DiLoCo of this name is open already. Or the process is not a replica,
+            and only some of the arguments from `store` to `world_size` are given.
         QuorumTimeoutError: The replicas did not agree on the first anchor in `round_timeout_s`.
         StoreError: The store did not answer in `round_timeout_s`.
     """
@@ -237,12 +243,21 @@ class DiLoCo:
         rank: int | Literal["join"] | None = None,
         world_size: int | None = None,
         key: bytes | None = None,
+        group: Any = "auto",
         _limits: Limits | None = None,
         _begun_at: int = 0,
         _is_trainers: bool = False,
+        _make_state: Callable[..., ModelState] | None = None,
     ) -> None:
+        given = {argument: value for argument, value in locals().items() if argument not in ("self", "model")}
         location = find_location(store, run_id, rank, world_size)
-        check_is_one_process(location, rank)
+        if _make_state is None and (found := find_group(group, location, rank, name)) is not None:
+            # Loaded by name, because it is a subclass of this class, and most replicas have one process.
+            in_group = importlib.import_module("diloco.group_diloco").GroupDiLoCo
+            del given["_make_state"]
+            self.__class__ = in_group
+            in_group.open_in_group(self, model, found, location, given)
+            return
         self._pid = os.getpid()
         where = {"store": store, "run_id": run_id, "rank": rank, "world_size": world_size, "key": key}
         self._where: dict[str, Any] = where  # `average_also` opens more DiLoCos in the same run
@@ -263,7 +278,8 @@ class DiLoCo:
         settings.check()
         self._plan = settings.plan
         settings.warn_of_outer_settings(model)
-        self._model_state = ModelState(model, fragments_, settings, block_elements=limits.block_elements)
+        make_state = _make_state or ModelState
+        self._model_state = make_state(model, fragments_, settings, block_elements=limits.block_elements)
         proof = proof_of(settings.key)
         # Calls of a failing store are tried again for as long as a round may take. After that, the other replicas give
         # up, too.
@@ -271,7 +287,7 @@ class DiLoCo:
         patient = RetryingStore(location.store, clock=monotonic, tolerance=tolerance, copies=proof.copies, waits=waits)
         keys = Keys(location.run_id, name, location.key_of_outcomes(key))
         me = location.identify(patient, keys, proof)
-        self._name = (me.nonce, name)
+        self._name, self._me = (me.nonce, name), me
         check_is_free(self._name)
         self._model_state.rank, self._model_state.is_back = me.rank, me.attempt > 0
         who, watch = f"diloco {name} of rank {me.rank}", open_watch(location.store)

@@ -1,9 +1,9 @@
-"""Refuses a replica with several training processes, because the work of all processes but one would be lost.
+"""Finds the process group of a replica with several processes, and refuses processes whose work would be lost.
 
-`torchrun`, `accelerate launch` and `torch.multiprocessing` start processes that inherit the replica's environment. Each
-of them then regards itself as the replica. Two checks refuse that before training begins. First, the process group
-tells the number of processes. Second, the first process that opens a `DiLoCo` creates a record in the store
-(`rendezvous.membership.claim_process`).
+`replicas launch --procs`, `torchrun`, `accelerate launch` and `torch.multiprocessing` start processes that inherit the
+replica's environment. They open one `DiLoCo` together, in their process group. A process without such a group would
+regard itself as the whole replica. The check here refuses it, and so does a record in the store that the first process
+creates (`rendezvous.membership.claim_process`).
 """
 
 from __future__ import annotations
@@ -11,39 +11,131 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
 
 from diloco.errors import DiLoCoError
 from diloco.rendezvous.membership import RunLocation
+from executors.errors import kind_of
+from executors.replica import place_in_replica
+
+WAIT_FOR_MEMBERS_S = 60.0
+"""Longest wait for the other processes of a group to open the DiLoCo of the same name."""
+_n_opened: dict[tuple[int, str], int] = {}
+"""By group and name, the DiLoCos that this process has opened. All processes of a group open them in one order."""
 
 
-def check_is_one_process(place: RunLocation, rank: object, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a process that is one of several processes of its replica.
+def find_group(
+    group: Any, place: RunLocation, rank: object, name: str, environ: Mapping[str, str] = os.environ
+) -> Any | None:
+    """Return the process group in which the processes of this replica train together. None: this process is alone.
 
-        check_is_one_process(find_location(None, None, None, None), rank=None)
-
-    A process that got its rank as an argument is not refused, because there each process of a group may be a replica.
+    A process that got its rank as an argument is alone, because there each process of a group may be a replica.
 
     Args:
+        group: the argument `group` of `DiLoCo`.
         place: the run and the rank of this process.
         rank: the argument `rank` of `DiLoCo`. None: it was not given.
-        environ: the environment, in which `torchrun` sets the number of processes.
+        name: the name of the DiLoCo.
+        environ: the environment, in which a launcher sets the number of processes.
 
     Raises:
-        DiLoCoError: this process is one of several.
+        DiLoCoError: this process is one of several without a group, or another process has not opened the DiLoCo.
+        TypeError: `group` is not a process group.
+
+    Example:
+        find_group("auto", find_location(None, None, None, None), rank=None, name="main")
     """
-    if rank is not None:
-        return
-    member, n_members = _place_in_group() or _place_in_launch(environ)
-    if n_members <= 1:
-        return
-    if place.replica is not None and (member, n_members) == (place.replica.rank, place.world_size):
-        # here the processes of the group are the replicas, as in a benchmark that compares DiLoCo with other methods
-        return
-    raise DiLoCoError(
-        f"DiLoCo needs one process per replica, and this is process {member} of {n_members} in one replica. Launch "
-        f"more replicas instead, without torchrun or accelerate launch: replicas launch … --n "
-        f"{place.world_size * n_members}."
-    )
+    member, n_members = place_in_replica(environ)
+    if group is None:
+        if member and rank is None:
+            raise DiLoCoError(
+                f"group=None lets member 0 alone open the DiLoCo {name!r}, and this is member {member} of {n_members}. "
+                "Open it in member 0 only, or in all members with group='auto'."
+            )
+        return None
+    distributed = _distributed()
+    if isinstance(group, str):
+        if group != "auto":
+            raise TypeError(f'group must be "auto", None or a process group of torch, got group={group!r}.')
+        if rank is not None:
+            return None
+        if distributed is None:
+            if n_members > 1:
+                raise DiLoCoError(
+                    f"{n_members} processes of this replica open a DiLoCo, and have no process group: call "
+                    "torch.distributed.init_process_group() before, or open it in member 0 alone: DiLoCo(model, "
+                    "group=None)."
+                )
+            return None
+        group = distributed.group.WORLD
+    elif distributed is None or not isinstance(group, distributed.ProcessGroup):
+        raise TypeError(f'group must be "auto", None or a process group of torch, got group={kind_of(group)}.')
+    if group.size() == 1 or not _is_of_one_replica(group, place, name):
+        return None
+    return group
+
+
+def _distributed() -> Any | None:
+    """Return `torch.distributed` if this process has a default group. It is not imported for that."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed
+
+
+def _is_of_one_replica(group: Any, place: RunLocation, name: str) -> bool:
+    """Wait for all processes of a group, and return True if they belong to one replica.
+
+    The processes of a group may also be the replicas of a run, as in a benchmark that compares DiLoCo with other
+    methods. Each of them is then alone in its replica.
+
+    Raises:
+        DiLoCoError: some processes have not opened the DiLoCo in time.
+    """
+    store = _store_of(group)
+    number = _n_opened[id(group), name] = _n_opened.get((id(group), name), -1) + 1
+    keys = [f"replicas/{name}/{number}/{each}" for each in range(group.size())]
+    store.set(keys[group.rank()], str(-1 if place.replica is None else place.replica.rank))
+    try:
+        store.wait(keys, timedelta(seconds=WAIT_FOR_MEMBERS_S))
+    except Exception as error:  # the stores of torch raise different errors
+        missing = [each for each, key in enumerate(keys) if not store.check([key])]
+        raise DiLoCoError(
+            f"{_members(missing)} not opened the DiLoCo {name!r}: open it in all, or say group=None."
+        ) from error
+    ranks = {int(store.get(key)) for key in keys}
+    return len(ranks) == 1
+
+
+def store_of_members(group: Any, name: str) -> Any:
+    """Return a part of a group's store for the newest DiLoCo of a name. No other DiLoCo has the same keys.
+
+    Args:
+        group: the process group.
+        name: the name of the DiLoCo.
+
+    Example:
+        store_of_members(find_group("auto", place, None, "main"), "main")
+    """
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    return PrefixStore(f"replicas/{name}/{_n_opened.get((id(group), name), 0)}/group", _store_of(group))
+
+
+def _store_of(group: Any) -> Any:
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._world.pg_map[group][1]
+
+
+def _members(numbers: list[int]) -> str:
+    """Return a text such as "Members 1-3 have" or "Member 1 has"."""
+    if len(numbers) == 1:
+        return f"Member {numbers[0]} has"
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"Members {numbers[0]}-{numbers[-1]} have"
+    return f"Members {', '.join(map(str, numbers))} have"
 
 
 def not_the_opener(pid: int) -> DiLoCoError:
@@ -59,24 +151,3 @@ def not_the_opener(pid: int) -> DiLoCoError:
         f"Process {os.getpid()} cannot use this DiLoCo: process {pid} opened it. To train in several processes, "
         "launch more replicas."
     )
-
-
-def _place_in_group() -> tuple[int, int] | None:
-    """Return the rank and the size of torch's process group. None: there is no group."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return distributed.get_rank(), distributed.get_world_size()
-
-
-def _place_in_launch(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the rank and the number of processes of `torchrun`; (0, 1) if `torchrun` did not start this process.
-
-    `WORLD_SIZE` alone does not count, because it may come from the job that launches the replicas.
-    """
-    if "TORCHELASTIC_RUN_ID" not in environ:
-        return 0, 1
-    try:
-        return int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
-    except ValueError:
-        return 0, 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
@@ -150,14 +150,16 @@ def modules_by_clean_name(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def check_is_unsharded(model: nn.Module) -> None:
-    """Refuse a sharded model.
+def check_is_unsharded(model: nn.Module, *, has_members: bool = False) -> None:
+    """Refuse a sharded model. If it belongs to several processes of one replica, DTensors in shards are accepted.
 
     Args:
         model: the model.
+        has_members: True: the replica has several processes, which train this model together.
 
     Raises:
-        TypeError: the model is sharded, so each process has only a piece of a parameter.
+        TypeError: the model is sharded, so each process has only a piece of a parameter, and the pieces cannot be put
+            together.
 
     Example:
         check_is_unsharded(model)
@@ -167,14 +169,22 @@ def check_is_unsharded(model: nn.Module) -> None:
         if fsdp is not None and isinstance(module, fsdp):
             _refuse(f"{name!r} of the model is" if name else "The model is", "wrapped in FullyShardedDataParallel")
     for name, parameter in model.named_parameters():
-        if dtensor is not None and isinstance(parameter, dtensor):
+        if dtensor is None or not isinstance(parameter, dtensor):
+            continue
+        if not has_members:
             _refuse(f"Parameter {name!r} is", "a DTensor, as fully_shard and tensor parallelism make them")
+        placements: Any = getattr(parameter, "placements", ())
+        if odd := next((each for each in placements if type(each).__name__ not in ("Shard", "Replicate")), None):
+            raise TypeError(
+                f"Parameter {name!r} is a DTensor with the placement {odd}, and DiLoCo knows Shard and Replicate. Use "
+                "fully_shard, or tensor parallelism whose parameters are sharded evenly."
+            )
 
 
 def _refuse(subject: str, kind: str) -> None:
     raise TypeError(
-        f"{subject} {kind}, so this process has only a piece of it, and DiLoCo averages whole parameters. Train the "
-        "whole model in one process per replica, and launch more replicas instead."
+        f"{subject} {kind}, so this process has only a piece of it, and DiLoCo averages whole parameters. Shard the "
+        "model with fully_shard in a process group, or train the whole model in one process per replica."
     )
 
 
@@ -225,3 +235,13 @@ def _class(where: tuple[str, str]) -> type | None:
     """Return a class. None: its module is not loaded, so no object can be an instance of it."""
     found = getattr(sys.modules.get(where[0]), where[1], None)
     return found if isinstance(found, type) else None
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Return True if a tensor is a DTensor, of which each process holds a part.
+
+    Args:
+        tensor: any object.
+    """
+    kind = _class(DTENSOR)
+    return kind is not None and isinstance(tensor, kind)

@@ -769,6 +769,24 @@ def thread_names() -> list[str]:
     return found
 
 
+def shared_file(size_bytes: int) -> tuple[int, str]:
+    """Return the descriptor of a new file in memory, and a path by which other processes of this machine open it.
+
+    The file has no name, and exists as long as a process has it open or mapped.
+
+    Args:
+        size_bytes: the size of the file.
+
+    Raises:
+        OSError: the system has no such files, or too little memory.
+    """
+    if sys.platform != "linux":
+        raise _not_here("memfd_create")
+    descriptor = os.memfd_create("replicas")
+    os.ftruncate(descriptor, size_bytes)
+    return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
 def open_paths() -> list[str]:
     """List the paths of the files that this process has open.
 

@@ -93,21 +93,18 @@ class Keys:
         """Return the prefix of all contributions and means."""
         return self._under("r")
 
-    def own_state(self, rank: int | None = None) -> str:
-        """Return the prefix of the states that a rank saves for its next attempts.
+    def own_state(self, rank: int | None = None, member: int = 0) -> str:
+        """Return the prefix of the states that ranks keep for their next attempts. None: of all ranks and members."""
+        return self._under("own/" if rank is None else f"own/{_owner_of(rank, member)}/")
 
-        If `rank` is None, it covers all ranks.
-        """
-        return self._under("own/" if rank is None else f"own/{rank}/")
-
-    def own_state_record(self, rank: int, position: int, attempt: int) -> str:
+    def own_state_record(self, rank: int, position: int, attempt: int, member: int = 0) -> str:
         """Return the key of the record of such a state. The state counts only if its record exists."""
-        return self._under(f"own/{rank}/{position}/{attempt}/record")
+        return self._under(f"own/{_owner_of(rank, member)}/{position}/{attempt}/record")
 
-    def own_state_tensors(self, rank: int, position: int, attempt: int, part: int) -> str:
+    def own_state_tensors(self, rank: int, position: int, attempt: int, part: int, member: int = 0) -> str:
         """Return the key of one file of tensors of such a state."""
         number = f".{part}" if part else ""
-        return self._under(f"own/{rank}/{position}/{attempt}/tensors{number}.safetensors")
+        return self._under(f"own/{_owner_of(rank, member)}/{position}/{attempt}/tensors{number}.safetensors")
 
     def seal(self, entry: int) -> str:
         """Return the key of the seal of an entry."""
@@ -133,3 +130,8 @@ class Keys:
 def watch_prefix(key: str) -> str:
     """Return the folder of a key, with the slash at its end. A watch for the key watches this prefix."""
     return key[: key.rindex("/") + 1]
+
+
+def _owner_of(rank: int, member: int) -> str:
+    """Return the folder of a rank's saved state. Members other than the first one of a replica have their own."""
+    return f"{rank}.{member}" if member else str(rank)

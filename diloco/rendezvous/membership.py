@@ -262,10 +262,10 @@ def claim_process(store: RetryingStore, keys: Keys, me: Identity, proof: Proof, 
             continue
         if claimant.nonce == mine:
             return
+        where = "" if claimant.host == socket.gethostname() else f" on {claimant.host!r}"
         raise DiLoCoError(
-            f"Process {os.getpid()} on {socket.gethostname()!r} cannot take part as rank {me.rank}, because process "
-            f"{claimant.pid} on {claimant.host!r} takes part as this rank already. DiLoCo supports one process per "
-            "replica: launch more replicas instead of several processes in each."
+            f"Another process of this replica (pid {claimant.pid}{where}) has the DiLoCo {keys.name!r} open. Several "
+            "processes open one together in a process group, see DiLoCo's group=."
         )
 
 

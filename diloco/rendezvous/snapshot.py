@@ -37,7 +37,7 @@ DTYPES = {
 }  # fmt: skip
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 _NONCE = re.compile(r"\w[\w.-]{0,63}", re.ASCII)  # the nonce becomes a segment of keys
-_OWN = re.compile(r"(\d+)/(\d{1,15})/(\d{1,15})/[^/]+$")
+_OWN = re.compile(r"(\d+(?:\.\d{1,5})?)/(\d{1,15})/(\d{1,15})/[^/]+$")
 """The keys of the states that ranks keep for their next attempts. A replica writes no other key below that prefix."""
 
 

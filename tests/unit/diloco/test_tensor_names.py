@@ -205,6 +205,6 @@ def test_a_model_in_pieces_is_refused_before_anything_is_written() -> None:
         (split, r"Parameter '0\.weight' is a DTensor, as fully_shard"),
     ):
         store = MemoryStore()
-        with pytest.raises(TypeError, match=f"{subject}.*one process per replica, and launch more replicas instead"):
+        with pytest.raises(TypeError, match=f"{subject}.*fully_shard in a process group"):
             DiLoCo(whole, **place(store))
         assert list(store.list("")) == []

@@ -1,0 +1,521 @@
+"""The processes of one replica that train one model together: the leader's words, and the exchange of tensors.
+
+Member 0 of a group is the *leader*. It runs a normal `DiLoCo`. The other members obey its *words* inside the same call.
+A word is a broadcast of a few integers, so a call without a round costs one small broadcast.
+
+A model in `DistributedDataParallel` is the same in all members. The leader's model is then the model that takes part in
+rounds, and after a round its changed tensors are broadcast. A model that `fully_shard` has cut into DTensors is put
+together in the *mirror*: a copy of the model's tree whose tensors are whole and lie in memory that all members share.
+Each member copies its shards into the mirror before a round, and out of it after the round. So a replica of several
+processes looks to the run like a replica of one process.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from enum import IntEnum
+from itertools import zip_longest
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from xxhash import xxh3_64_intdigest
+
+from diloco.errors import ContributionError, DiLoCoError
+from diloco.fragments import Fragment
+from diloco.tensor_names import WRAPPERS, by_clean_name, find_tensor, is_dtensor
+from executors.process import shared_file
+
+WORD_LENGTH = 12
+ALIGNMENT = 64
+"""Each tensor of the mirror begins at a multiple of this number of bytes, as torch's own allocations do."""
+
+
+class Word(IntEnum):
+    """The first integer of a word: the followers' next action."""
+
+    RETURN = 0
+    """Return from the call. 1 if a result follows, and then the status that followers keep."""
+    GATHER = 1
+    """Copy the shards of a fragment into the mirror. -1: of all parameters."""
+    ALIKE = 2
+    """Compare the replicated parameters of a fragment between the members."""
+    SCATTER = 3
+    """Take the tensors whose numbers follow from the leader."""
+    WEIGH = 4
+    """Send the value of the member's own `weight` function."""
+    KEEP = 5
+    """Save the member's attached state, for a position."""
+    ERROR = 6
+    """Raise the error that follows."""
+
+
+# More than 20 methods: the leader and the followers have one method each for both ends of a word, in one place.
+class Members:
+    """The members of one replica, as one of them sees them.
+
+    Args:
+        group: the process group of the members.
+        store: a store of torch that no other DiLoCo uses, over which the members connect.
+        model: this member's model.
+        fragments: the fragments of the model, the same in all members.
+        timeout_s: the longest wait for a word.
+
+    Example:
+        members = Members(group, store, model, fragments, timeout_s=1860.0)
+    """
+
+    def __init__(
+        self, group: Any, store: Any, model: nn.Module, fragments: Sequence[Fragment], timeout_s: float
+    ) -> None:
+        self.number, self.size = group.rank(), group.size()
+        self.fragments = tuple(fragments)
+        self.model = model
+        self._given = group
+        # A group of its own, so that its collectives never meet the collectives of the training. It is not registered
+        # with torch: torch would give a second group of the same ranks the name of a group that was destroyed.
+        self._group: Any = dist.ProcessGroupGloo(store, self.number, self.size, timedelta(seconds=timeout_s))
+        self._word = torch.zeros(WORD_LENGTH, dtype=torch.int64, device="cpu")
+        self._slots = [slot for fragment in self.fragments for slot in fragment.slots]
+        self.is_in_call = False
+        """True while all members are inside the same public call, so that followers hear the leader's words."""
+        self._fresh: set[int] = set()
+        """The fragments that were gathered, or written by the leader, in this call."""
+        self._versions: dict[int, int] | None = None
+        """By number of a slot, torch's count of writes before this call changed anything. None: nothing was
+        changed."""
+        self._check_slots()
+        self._n_parameters = sum(slot.kind == "parameter" for slot in self._slots)
+        self.mirror = self._mirror()
+        """The model that takes part in rounds. In followers, it is None unless the model is sharded."""
+
+    @property
+    def is_leader(self) -> bool:
+        """True in member 0."""
+        return bool(self.number == 0)
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if the model has parameters of which each member holds a part."""
+        return self._n_mirrored > 0
+
+    def close(self) -> None:
+        """Destroy the group. Otherwise the threads of gloo abort the process when the interpreter ends."""
+        self._group = None
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        """Overwrite a tensor by the leader's."""
+        if self._group is None:
+            raise DiLoCoError("This DiLoCo is closed, so the processes of its replica no longer meet.")
+        self._group.broadcast(tensor, 0).wait()
+
+    def _barrier(self) -> None:
+        self._group.barrier().wait()
+
+    def broadcast(self, value: Any = None) -> Any:
+        """Return the leader's value. All members call it at the same time.
+
+        Args:
+            value: the value of the leader. It is ignored in followers.
+        """
+        data = pickle.dumps(value) if self.is_leader else b""
+        size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+        self._broadcast(size)
+        room = np.frombuffer(bytearray(data) if self.is_leader else bytearray(int(size)), np.uint8)
+        self._broadcast(torch.from_numpy(room))
+        return value if self.is_leader else pickle.loads(room.data)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the values of all members, by their numbers. All members call it at the same time.
+
+        Args:
+            value: the value of this member.
+        """
+        data = pickle.dumps(value)
+        mine = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+        sizes = [torch.zeros_like(mine) for _ in range(self.size)]
+        self._group.allgather([sizes], [mine]).wait()
+        largest = max(map(int, sizes))
+        rooms = [torch.zeros(largest, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
+        self._group.allgather(
+            [rooms], [torch.from_numpy(np.frombuffer(data.ljust(largest, b"\0"), np.uint8).copy())]
+        ).wait()
+        return [pickle.loads(room.numpy().data) for room in rooms]
+
+    def _check_slots(self) -> None:
+        """Refuse members that train different parameters, as the stages of a pipeline do.
+
+        Raises:
+            DiLoCoError: a member has other parameters or buffers than member 0.
+        """
+        mine = [(slot.name, slot.shape, slot.dtype) for slot in self._slots]
+        found = self.exchange(mine)
+        for member, slots in enumerate(found):
+            if slots != found[0]:
+                other = next((a or b for a, b in zip_longest(slots, found[0]) if a != b), ("",))
+                raise DiLoCoError(
+                    f"Member {member} of this replica does not have the same parameters as member 0: {other[0]!r} "
+                    "differs. DiLoCo trains one whole model in a replica, and not the stages of a pipeline."
+                )
+
+    # -- the mirror --------------------------------------------------------------------------------------------------
+
+    def _mirror(self) -> nn.Module | None:
+        sharded = {id(p): (name, p) for name, p in named_parameters(self.model) if is_dtensor(p)}
+        self._n_mirrored = len(sharded)
+        self._whole: dict[str, Tensor] = {}
+        """By clean name, the whole tensor in shared memory of each sharded parameter."""
+        if not sharded:
+            return self.model if self.is_leader else None
+        places: dict[str, int] = {}
+        size = 0
+        for name, p in sharded.values():
+            places[name] = size
+            size += -(-prod(p.shape) * p.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        memory = self._shared_memory(max(size, 1))
+        for name, p in sharded.values():
+            n_bytes = prod(p.shape) * p.dtype.itemsize
+            part = torch.from_numpy(memory[places[name] : places[name] + n_bytes])
+            self._whole[name] = part.view(p.dtype).view(p.shape)
+        if not self.is_leader:
+            return None
+        whole = {
+            key: nn.Parameter(self._whole[name], requires_grad=p.requires_grad) for key, (name, p) in sharded.items()
+        }
+        return _tree_with(self.model, whole)
+
+    def _shared_memory(self, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return memory that all members share. No file has a name, so nothing is left behind by a killed process."""
+        descriptor, path = shared_file(size) if self.is_leader else (-1, "")
+        path = self.broadcast(path)
+        try:
+            mapped = np.memmap(path, np.uint8, "r+", shape=(size,))
+            problem = None
+        except OSError as error:
+            mapped, problem = None, str(error)
+        problems = self.exchange(problem)  # also waits until all have mapped it
+        if descriptor >= 0:
+            os.close(descriptor)
+        for member, found in enumerate(problems):
+            if found is not None:
+                raise DiLoCoError(
+                    f"Member {member} cannot map the memory of member 0 ({found}). All processes of a sharded replica "
+                    "must be on one machine and in one container."
+                )
+        assert mapped is not None
+        return mapped.view(np.ndarray)
+
+    # -- the leader's side -------------------------------------------------------------------------------------------
+
+    def say(self, word: Word, *values: int) -> None:
+        """Send a word to the followers. Outside of a call they do not listen, so nothing is sent.
+
+        Args:
+            word: the word.
+            values: up to 11 integers.
+        """
+        if not self.is_in_call or not self.is_leader:
+            return
+        self._word.zero_()
+        self._word[: 1 + len(values)] = torch.tensor([word, *values], dtype=torch.int64, device="cpu")
+        self._broadcast(self._word)
+
+    def need(self, fragments: Iterable[int], *, compare: bool = False) -> None:
+        """Bring the shards of fragments into the mirror, unless this call has done so or has written them.
+
+        Args:
+            fragments: the numbers of the fragments.
+            compare: True: also compare the replicated parameters of the members.
+        """
+        if not self.is_in_call:
+            return
+        for index in fragments:
+            if index in self._fresh:
+                continue  # the leader may have written it since, and the followers do not have these values yet
+            self._fresh.add(index)
+            if self.is_sharded:
+                self.say(Word.GATHER, index)
+                self._gather(index)
+            if compare and self._n_mirrored < self._n_parameters:
+                self.say(Word.ALIKE, index)
+                self._check_alike(index)
+        self.note_writes()
+
+    def note_all_written(self) -> None:
+        """Note that this call writes all fragments without reading them, so none is gathered any more."""
+        self._fresh.update(range(len(self.fragments)))
+        self.note_writes()
+
+    def note_writes(self) -> None:
+        """Note that this call may write to the leader's tensors from now on."""
+        if self._versions is None and self.is_in_call and self.mirror is not None:
+            self._versions = {number: t._version for number, t in enumerate(self._leaders_tensors())}
+
+    def _leaders_tensors(self) -> Iterator[Tensor]:
+        assert self.mirror is not None
+        for slot in self._slots:
+            yield find_tensor(self.mirror, slot.name, slot.kind)
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """Return a context for a call of the leader. At its end, the followers get what it has written.
+
+        An error in the call is raised in all members.
+        """
+        self.is_in_call, self._versions = True, None
+        self._fresh.clear()
+        try:
+            yield
+            self.scatter_written()
+        except BaseException as error:
+            self._say_error(error)
+            raise
+        finally:
+            self.is_in_call = False
+
+    def scatter_written(self) -> None:
+        """Send the tensors that this call has written so far to the followers."""
+        before, self._versions = self._versions, None
+        if before is None:
+            return
+        written = [number for number, t in enumerate(self._leaders_tensors()) if t._version != before[number]]
+        self.scatter(written)
+
+    def scatter(self, numbers: Sequence[int]) -> None:
+        """Send slots to the followers.
+
+        Args:
+            numbers: the numbers of the slots, in ascending order.
+        """
+        at = 0
+        while at < len(numbers):  # ranges of neighbors, because a word is short and mostly all slots have changed
+            end = at + 1
+            while end < len(numbers) and numbers[end] == numbers[end - 1] + 1:
+                end += 1
+            first, last = numbers[at], numbers[end - 1]
+            self.say(Word.SCATTER, first, last + 1)
+            self._take(first, last + 1)
+            at = end
+
+    def return_(self, status: Sequence[int], result: object) -> None:
+        """Let the followers return from the call.
+
+        Args:
+            status: up to 10 integers that followers keep.
+            result: the result of the call. None is not sent.
+        """
+        self.is_in_call = True
+        try:
+            self.say(Word.RETURN, int(result is not None), *status)
+            if result is not None:
+                self.broadcast(result)
+        finally:
+            self.is_in_call = False
+
+    def _say_error(self, error: BaseException) -> None:
+        if isinstance(error, KeyboardInterrupt) or self._group is None:
+            return  # the followers get the same signal, or have their own end
+        try:
+            self.say(Word.ERROR)
+            self.broadcast(_packed_error(error))
+        except RuntimeError as other:  # a member has ended, and the error of the call is what the user must see
+            error.add_note(f"The other members of this replica did not get this error: {other}")
+
+    # -- the followers' side -----------------------------------------------------------------------------------------
+
+    def obey(self, weigh: Callable[[], float], keep: Callable[[int], None]) -> tuple[Sequence[int], Any]:
+        """Obey the leader's words until it returns from the call.
+
+        Args:
+            weigh: returns the value of this member's `weight`.
+            keep: saves attached state for a position.
+
+        Returns:
+            The integers of the last word, and the result of the call.
+        """
+        while True:
+            self._broadcast(self._word)
+            word, *values = self._word.tolist()
+            if word == Word.RETURN:
+                return values[1:], self.broadcast() if values[0] else None
+            if word == Word.GATHER:
+                self._gather(values[0])
+            elif word == Word.ALIKE:
+                self._check_alike(values[0])
+            elif word == Word.SCATTER:
+                self._take(values[0], values[1])
+            elif word == Word.WEIGH:
+                self.sum_of(weigh)
+            elif word == Word.KEEP:
+                keep(values[0])
+            else:
+                raise _unpacked_error(self.broadcast())
+
+    # -- both --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _gather(self, index: int) -> None:
+        """Copy this member's shards of a fragment into the mirror, and wait for the other members."""
+        for name, p in named_parameters(self.model):
+            whole = self._whole.get(name)
+            if whole is not None and (index < 0 or self._fragment_of(name) == index):
+                place, is_writer = _place_of(p)
+                if is_writer:
+                    whole[place].copy_(p.to_local())
+        self._barrier()
+
+    def _fragment_of(self, name: str) -> int | None:
+        if not hasattr(self, "_homes"):
+            self._homes = {slot.name: fragment.index for fragment in self.fragments for slot in fragment.slots}
+        return self._homes.get(name)
+
+    @torch.no_grad()
+    def _take(self, first: int, end: int) -> None:
+        """Take the leader's values of slots: out of the mirror, or by broadcast."""
+        for slot in self._slots[first:end]:
+            if slot.name in self._whole:
+                continue
+            live = find_tensor(self.model, slot.name, slot.kind)
+            if live.device.type != "cpu" and live.is_contiguous():
+                dist.broadcast(live.detach(), group=self._given, group_src=0)
+                continue
+            flat = live.detach().to("cpu").contiguous()
+            self._broadcast(flat)
+            if not self.is_leader and flat.data_ptr() != live.data_ptr():
+                live.detach().copy_(flat)
+        for slot in self._slots[first:end]:
+            if (whole := self._whole.get(slot.name)) is not None:
+                p: Any = find_tensor(self.model, slot.name, slot.kind)
+                p.to_local().detach().copy_(whole[_place_of(p)[0]])
+        if self.is_sharded:
+            self._barrier()  # the leader may write to the mirror again
+
+    @torch.no_grad()
+    def _check_alike(self, index: int) -> None:
+        """Compare the replicated parameters of a fragment.
+
+        Raises:
+            ContributionError: a member has other parameters than member 0.
+        """
+        values = [
+            find_tensor(self.model, slot.name, slot.kind).detach()
+            for slot in self.fragments[index].slots
+            if slot.kind == "parameter" and slot.name not in self._whole
+        ]
+        if not values:
+            return
+        mine = torch.tensor([_digest_of(values)], dtype=torch.int64, device="cpu")
+        found = [torch.zeros_like(mine) for _ in range(self.size)]
+        self._group.allgather([found], [mine]).wait()
+        for member, digest in enumerate(found):
+            if digest != found[0]:
+                raise ContributionError(
+                    f"Member {member} of this replica has other parameters than member 0, so only the work of one "
+                    "would count. Wrap the model in DistributedDataParallel, or shard it by fully_shard."
+                )
+
+    def sum_of(self, weigh: Callable[[], float]) -> float:
+        """Return the sum of a function over all members.
+
+        Args:
+            weigh: the function of this member.
+        """
+        if not self.is_in_call and self.is_leader:
+            return weigh()
+        self.say(Word.WEIGH)
+        total = torch.tensor([float(weigh())], dtype=torch.float64, device="cpu")
+        self._group.allreduce([total]).wait()
+        return float(total)
+
+
+def named_parameters(model: nn.Module) -> Iterable[tuple[str, Any]]:
+    """Return the parameters of a model by their clean names.
+
+    Args:
+        model: the model.
+    """
+    return by_clean_name(model, model.named_parameters()).items()
+
+
+def _place_of(p: Any) -> tuple[tuple[slice, ...], bool]:
+    """Return the place of this member's shard in the whole tensor, and True if this member writes it.
+
+    If several members hold the same shard, the first one writes it.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    place = tuple(slice(at, at + n) for at, n in zip(offset, shape, strict=True))
+    where = p.device_mesh.get_coordinate() or []
+    is_writer = all(at == 0 for at, placement in zip(where, p.placements, strict=True) if placement.is_replicate())
+    return place, is_writer
+
+
+def _tree_with(model: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.Module:
+    """Return a copy of a model's tree of modules that has other parameters in place of some of its own.
+
+    All other tensors are the model's. Modules keep their classes, so names and layers are found as in the model.
+
+    Args:
+        model: the model.
+        parameters: by the id of a parameter of the model, the parameter of the copy.
+    """
+    copies: dict[int, nn.Module] = {}
+
+    def copy_of(module: nn.Module) -> nn.Module:
+        if id(module) in copies:
+            return copies[id(module)]
+        copied: nn.Module = object.__new__(type(module))
+        copies[id(module)] = copied
+        state = dict(module.__dict__)
+        for name in list(state):  # hooks belong to the training of the model
+            if name.endswith("_hooks") or name.startswith(("_forward_hooks", "_backward_hooks")):
+                state[name] = type(state[name])() if isinstance(state[name], dict) else state[name]
+        state["_parameters"] = {
+            name: None if p is None else parameters.get(id(p), p) for name, p in module._parameters.items()
+        }
+        state["_buffers"] = dict(module._buffers)
+        state["_modules"] = {name: None if child is None else copy_of(child) for name, child in module._modules.items()}
+        copied.__dict__.update(state)
+        for name in WRAPPERS:  # some wrappers also hold the wrapped module as an attribute
+            if name in state and isinstance(state[name], nn.Module):
+                copied.__dict__[name] = copy_of(state[name])
+        return copied
+
+    return copy_of(model)
+
+
+def _digest_of(values: Sequence[Tensor]) -> int:
+    """Return a number of 63 bits that differs if the bits of tensors differ."""
+    total = 0
+    for tensor in values:
+        if tensor.device.type == "cpu":
+            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+            total = (total * 1_000_003 + (xxh3_64_intdigest(flat.numpy().data) if flat.numel() else 0)) % (1 << 63)
+        else:  # a sum of the bits, each weighted by its place, is computed on the device
+            bits = tensor.contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
+            places = torch.arange(1, bits.numel() + 1, device=bits.device)
+            total = (total * 1_000_003 + int((bits * places).sum())) % (1 << 63)
+    return total
+
+
+def _packed_error(error: BaseException) -> bytes:
+    """Return an error as bytes, with its type if that can be pickled."""
+    with suppress(Exception):
+        data = pickle.dumps(error)
+        pickle.loads(data)  # some errors can be pickled and not be read again
+        return data
+    return pickle.dumps(DiLoCoError(f"{type(error).__name__}: {error}"))
+
+
+def _unpacked_error(data: bytes) -> BaseException:
+    error = pickle.loads(data)  # from the leader of the same replica
+    assert isinstance(error, BaseException)
+    return error
