@@ -201,7 +201,7 @@ class GroupDiLoCo(DiLoCo):
         self._name = (me.nonce, options["name"])
         proof, limits = proof_of(settings.key), options["_limits"] or Limits(round_timeout_s=settings.round_timeout_s)
         store = RetryingStore(
-            location.store, clock=monotonic, patience=replace(ROUND, seconds=limits.round_timeout_s),
+            location.store, clock=monotonic, tolerance=replace(ROUND, seconds=limits.round_timeout_s),
             copies=proof.copies, waits=waits,
         )  # fmt: skip
         keys = Keys(location.run_id, options["name"], location.key_of_outcomes(options["key"]))
