@@ -1,6 +1,6 @@
 """A `DiLoCo` that several processes of one replica open together, in a process group.
 
-Member 0, the leader, has a normal `DiLoCo` inside. The other members follow its words (`members.py`). So all public
+Member 0, the leader, has a normal `DiLoCo` inside. The other members follow its words (`member_group.py`). So all public
 calls but `anchor()`, `rounds`, `inner_step`, `is_over` and `progress` are made by all members together.
 """
 
@@ -27,7 +27,7 @@ from diloco.errors import DiLoCoError
 from diloco.extra_tensors import ExtraTensors
 from diloco.fragments import plan_fragments
 from diloco.lr_schedules import unwrapped
-from diloco.members import Members, Word
+from diloco.member_group import Members, Word
 from diloco.model_state import ModelState
 from diloco.outer import DiLoCo
 from diloco.process_check import store_of_members

@@ -21,7 +21,10 @@ from support.floors import FLOORS
 from executors.store import record_names
 
 ROOT = Path(__file__).parents[2]
-DILOCO_USES = ("executors.store", "executors.replica", "executors.errors", "executors.attempt", "executors.patience")
+DILOCO_USES = (
+    *("executors.store", "executors.replica", "executors.errors", "executors.attempt", "executors.patience"),
+    "executors.process",  # the one file that knows operating systems has memory that processes share
+)
 SDKS = {
     "modal": "executors/backends/modal*.py",
     "huggingface_hub": "executors/backends/hf_*.py",
