@@ -1,7 +1,7 @@
 """A `DiLoCo` that several processes of one replica open together, in a process group.
 
-Member 0, the leader, has a normal `DiLoCo` inside. The other members follow its words (`member_group.py`). So all public
-calls but `anchor()`, `rounds`, `inner_step`, `is_over` and `progress` are made by all members together.
+Member 0, the leader, has a normal `DiLoCo` inside. The other members follow its words (`member_group.py`). So all
+public calls but `anchor()`, `rounds`, `inner_step`, `is_over` and `progress` are made by all members together.
 """
 
 from __future__ import annotations
