@@ -157,7 +157,7 @@ def test_a_key_is_neither_shown_by_a_dry_run_nor_taken_where_it_would_be_seen(tm
         launch(PLAIN, key_here, 1, env={RUN_KEY: "ab" * 32})
     with pytest.raises(ValueError, match=r"takes no signed= \(--signed\): its five verbs carry no key"):
         launch(PopenExecutor(), key_here, 1, signed=True)
-    with pytest.raises(ValueError, match="A resumed run keeps the signed it was launched with"):
+    with pytest.raises(ValueError, match="A resumed run keeps the signed of its launch"):
         launch(PLAIN, key_here, 1, run_id="otter", resume=True, signed=True)
 
 
