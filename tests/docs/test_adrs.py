@@ -22,8 +22,6 @@ REFERENCE = re.compile(r"\bADRs?[ /\n]+(?:# )?(\d{4})((?:(?:, | and )\d{4})*)")
 FILE_NAME = re.compile(r"[\w/]*\w+\.(?:py|html|txt|ipynb)\b")
 """A file in a piece of code. Names of records in a store end otherwise."""
 
-NEVER_USED = {"0071", "0072", "0073", "0074", "0075", "0077"}
-"""Numbers that were reserved for records beside others. One without a record has no older record behind it."""
 
 FILES_OF_USERS = {
     *("train.py", "requirements.txt", "logging.py", "random.py", "numpy.py", "executors.py", "types.py", "utils.py"),
@@ -102,7 +100,7 @@ def test_the_number_of_an_absorbed_adr_is_not_used_again() -> None:
     numbers = {number_of(adr) for adr in adrs()}
     assert numbers & {*absorbed} == set(), "give it the number after the highest in ADRs/README.md"
     assert {number for _, new in rows for number in re.findall(r"\d{4}", new)} <= numbers
-    missing = {f"{number:04}" for number in range(1, int(max(numbers)) + 1)} - numbers - NEVER_USED
+    missing = {f"{number:04}" for number in range(1, int(max(numbers)) + 1)} - numbers
     assert sorted(missing) == sorted(absorbed), "the table of absorbed records has each number that has no record"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tests.lowest import ROOT, SELECTION, lower_bounds, tool_pins
+from lowest import ROOT, SELECTION, lower_bounds, tool_pins
 
 
 def test_each_dependency_has_a_lower_bound_that_the_pinned_version_satisfies() -> None:
