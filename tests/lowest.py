@@ -41,7 +41,7 @@ def lower_bounds() -> dict[str, str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     texts = [*project["dependencies"], *(text for name, texts in extras.items() if name != "dev" for text in texts)]
-    found = {}
+    found: dict[str, str] = {}
     for requirement in map(Requirement, texts):
         if requirement.name == project["name"]:
             continue
@@ -55,7 +55,7 @@ def lower_bounds() -> dict[str, str]:
 def tool_pins() -> list[str]:
     """Return the requirements of the tests' own packages, at the versions in `constraints.txt`."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
-    pins = {canonicalize_name(line.partition("==")[0]): line for line in lines}
+    pins: dict[str, str] = {canonicalize_name(line.partition("==")[0]): line for line in lines}
     return [pins[name] for name in TOOLS]
 
 

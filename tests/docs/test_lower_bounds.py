@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from lowest import ROOT, SELECTION, lower_bounds, tool_pins
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-
-from lowest import ROOT, SELECTION, lower_bounds, tool_pins
 
 
 def test_each_dependency_has_a_lower_bound_that_the_pinned_version_satisfies() -> None:
