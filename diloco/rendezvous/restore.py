@@ -208,8 +208,8 @@ class SnapshotReader:
             self._start = start
             if differing := differing_frozen(mine, start.agreement):
                 log.warning(
-                    "rank %s: %s has other values than at rank %s, and so have %d frozen parameters and buffers in all. "
-                    "Load the same weights in all replicas, or use the same seed: these tensors are not sent.",
+                    "rank %s: %s has other values than at rank %s, and so have %d frozen parameters and buffers in "
+                    "all. Load the same weights in all replicas, or use the same seed: these tensors are not sent.",
                     self._me.rank, differing[0], start.rank, len(differing),
                 )  # fmt: skip
         if self._start is None and self._store.count_misreads(self._keys.snapshot(0)) >= READ_TRIES:
