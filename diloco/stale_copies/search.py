@@ -25,9 +25,11 @@ MOST_OBJECTS, MOST_DEPTH, MOST_PARTS = 100_000, 6, 10_000
 """The limits of a search: the number of objects, the distance from a variable, and the parts of one object."""
 SCALARS = frozenset({str, bytes, int, float, bool, complex, type(None)})
 """Types whose values contain no other objects."""
-NOT_USERS = ("diloco", "executors", "torch", "threading", "importlib", "runpy", "_pytest", "pluggy")
+NOT_USERS = ("diloco", "executors", "torch", "threading", "importlib", "runpy")
 """Packages whose frames have no variables of the user."""
-NOT_SEARCHED = ("diloco", "executors", "_pytest", "pluggy")
+RUNNERS = ("_pytest", "pluggy")
+"""Packages that call the user's code in a test. The frames outside of theirs belong to pytest and its plug-ins."""
+NOT_SEARCHED = ("diloco", "executors", *RUNNERS)
 """Packages whose objects have no copy of the user's weights. Those of diloco lead to other replicas, if replicas are
 threads of one process. Those of pytest lead from each fixture to all tests of a session, so a search meets its limit.
 """
@@ -174,7 +176,10 @@ def reachable_objects() -> Iterator[Any]:
     things = deque[tuple[Any, int]]()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in NOT_USERS:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package in RUNNERS:
+            break
+        if package not in NOT_USERS:
             things += [(value, 0) for value in (*frame.f_locals.values(), *frame.f_globals.values())]
         frame = frame.f_back
     seen = set[int]()

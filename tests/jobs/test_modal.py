@@ -146,7 +146,8 @@ def test_a_dry_run_shows_the_requests_and_starts_nothing(modal_runs: ModalServer
     assert jobs[0]["secrets"] == ["wandb", dict.fromkeys(CREDENTIALS, "***")]
     assert not any(value in text for value in ("my-own-value", "the-key-of-wandb", *CREDENTIALS.values()))
     assert modal_runs.sandboxes == []
-    assert list(open_store(s3.url("runs")).list("")) == []
+    # a replica of an earlier test may still write its last record here
+    assert list(open_store(s3.url("runs")).list(f"{shown['run_id']}/")) == []
 
 
 def test_in_a_notebook_where_an_event_loop_runs_nothing_complains(modal_runs: ModalServer) -> None:
