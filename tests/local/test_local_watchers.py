@@ -187,8 +187,8 @@ def test_a_launcher_without_room_for_a_zygote_reports_that(
     ("lines", "said"),
     [
         ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL. Perhaps memory ran out"),
-        ("import os; os.kill(os.getpid(), 4)", "was killed by SIGILL. Perhaps by what it imports: json, test_how"),
-        ("import os; os._exit(3)", "ended with exit code 3. Perhaps by what it imports: json, test_how"),
+        ("import os; os.kill(os.getpid(), 4)", "was killed by SIGILL. Perhaps by what it imports: json, test_the_end"),
+        ("import os; os._exit(3)", "ended with exit code 3. Perhaps by what it imports: json, test_the_end"),
     ],
 )
 def test_the_end_of_a_zygote_that_left_no_message_is_reported(
