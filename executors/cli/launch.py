@@ -68,7 +68,7 @@ ARG = "An argument of the function, converted to its annotation, else read as JS
 RUN_ID = "A name for the run. Default: a generated one, such as brave-otter-7f3a."
 DRY_RUN = "Check everything and print the request. Start nothing."
 PANELS = {
-    RUN: ("n", "backend", "rendezvous", "gpu", "procs", "arg", "run_id", "module", "from_run", "from_step", "seed"),
+    RUN: ("n", "backend", "rendezvous", "gpu", "arg", "run_id", "procs", "module", "from_run", "from_step", "seed"),
     WHERE: ("option", "env", "secrets", "volume", "signed"),
     LIMITS: ("restarts", "timeout", "max_cost", "hang_timeout", "start_timeout", "fail_fast", "min_replicas"),
     WATCH: ("detach", "columns", "tee", "tracker", "as_json"),

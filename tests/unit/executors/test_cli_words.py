@@ -63,7 +63,7 @@ def panels_of(text: str) -> dict[str, list[str]]:
     for line in text.splitlines():
         if title := re.match(r"╭─ (.+?) ─", line):
             found[title[1]] = []
-        elif entry := re.match(r"│ (?:\* +)?(--[\w-]+|[a-z]+) ", line):
+        elif entry := re.match(r"│ (?:\* +)?(--[\w-]+|[a-z]+)[ ,]", line):
             list(found.values())[-1].append(entry[1])
     return found
 
