@@ -216,3 +216,27 @@ def test_without_a_process_group_the_processes_of_a_replica_are_refused() -> Non
     assert find_group("auto", place, 0, "main", {"RANK": "0", "WORLD_SIZE": "4"}) is None
     for environ in ({}, {"WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "two"}):
         assert find_group("auto", place, None, "main", environ) is None
+
+
+def test_the_search_for_early_copies_in_the_leader_reads_no_shards(tmp_path: Path) -> None:
+    """To read a value of a DTensor, all processes of its mesh must call. The others would wait for ever."""
+
+    def body(rank: int, member: int) -> int:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(rank)  # the first anchor changes the values of one of the replicas
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+        if rank == 1:
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        diloco = DiLoCo(model, inner_steps=1, total_steps=3)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for _ in diloco.steps():
+            model(torch.randn(4, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step()
+        diloco.close()
+        return diloco.rounds
+
+    assert run_members(tmp_path, [1, 2], body) == {(0, 0): 3, (1, 0): 3, (1, 1): 3}
