@@ -275,6 +275,25 @@ class AttachedState:
         """
         return self._begun_at + step + self._leads[name]
 
+    def lead_of(self, name: str) -> int | None:
+        """Return the steps that a schedule had counted before the run began. None: the object does not follow.
+
+        Args:
+            name: the name of an attached object.
+        """
+        return self._leads.get(name)
+
+    def set_lead(self, name: str, lead: int | None) -> None:
+        """Set the steps that a schedule had counted before the run began.
+
+        Args:
+            name: the name of an attached object, whose state is the leader's.
+            lead: the value of the leader's `lead_of`. None: nothing changes.
+        """
+        if lead is not None and name in self._followers:
+            self._leads[name] = lead
+            self._set_to[name] = steps_counted(self._followers[name])
+
     def follow(self, step: int, n_steps: int) -> None:
         """Step the schedules that follow to the run's step. Log a line if the run continued without the other attached
         objects.

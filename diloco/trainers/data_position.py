@@ -86,7 +86,14 @@ class DataPosition:
             if (set_epoch := getattr(dataset, "set_epoch", None)) is not None:
                 loader.dataset.set_epoch = lambda number: set_epoch(number + epoch)
         elif isinstance(sampler, BatchSampler) and not isinstance(dataset, IterableDataset):
-            sampler.sampler = LaterSampler(sampler.sampler, epoch, batches * sampler.batch_size)
+            # In a replica of several processes, accelerate deals whole batches, or parts of each, to the processes.
+            n_shares = 1
+            if hasattr(sampler, "num_processes") and isinstance(
+                inner := getattr(sampler, "batch_sampler", None), BatchSampler
+            ):
+                n_shares = 1 if sampler.split_batches else sampler.num_processes
+                sampler = inner
+            sampler.sampler = LaterSampler(sampler.sampler, epoch, batches * n_shares * sampler.batch_size)
         else:
             log.warning(
                 "The data of this replica start from the beginning, because a %s cannot start in the middle. Use a "
