@@ -164,7 +164,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
             raise ValueError(problem)
         if replica.rank != 0:
             _leave_pushes_to_rank_0()
-        is_leader = replica.member == 0  # the other processes of the replica write no number, and print no warning twice
+        # The other processes of the replica use the same folder, and would print the same warnings.
+        is_leader = replica.member == 0
         self._folder = OwnFolder(Path(args.output_dir), replica) if is_leader else None
         if self._folder is not None:
             self._folder.check()
@@ -336,7 +337,7 @@ def _begin_of_data(args: TrainingArguments, state: TrainerState, loader: Any) ->
 
 def _problem_of(args: TrainingArguments, replica: Replica, model: Any) -> str | None:
     if args.deepspeed:
-        return "DiLoCoCallback cannot be used with deepspeed=…. Remove that argument, or use fsdp=True for large models."
+        return "DiLoCoCallback cannot be used with deepspeed=…. Remove it, or use fsdp=True for a large model."
     if args.world_size != replica.members:
         return (
             f"DiLoCoCallback needs all processes of the Trainer in one replica, and this one is rank "
@@ -348,8 +349,8 @@ def _problem_of(args: TrainingArguments, replica: Replica, model: Any) -> str | 
     # The configuration does not show this: the default version has changed, and accelerate shards nothing on CPUs.
     if args.fsdp and not any(map(is_dtensor, model.parameters())):
         return (
-            f"DiLoCoCallback got fsdp={args.fsdp!r}, and FSDP2 has not sharded the model. Use fsdp_config={{'version': 2}} "
-            "on GPUs, because FSDP1 is not supported and accelerate shards no model on CPUs."
+            f"DiLoCoCallback got fsdp={args.fsdp!r}, and FSDP2 has not sharded the model. Use "
+            "fsdp_config={'version': 2} on GPUs, because FSDP1 is not supported and accelerate shards no model on CPUs."
         )
     if args.auto_find_batch_size:
         return "DiLoCoCallback needs a constant batch size, got auto_find_batch_size=True. Pass False."

@@ -305,7 +305,11 @@ class OwnFolders:
         for logger in trainer.loggers:
             if isinstance(logger, (CSVLogger, TensorBoardLogger)):
                 self._move(logger, writes=current_replica().member == 0)
-            elif current_replica().member == 0 and not type(logger).__module__.startswith("lightning.") and (logger.save_dir or logger.log_dir):
+            elif (
+                current_replica().member == 0
+                and not type(logger).__module__.startswith("lightning.")
+                and (logger.save_dir or logger.log_dir)
+            ):
                 # The other loggers of Lightning (wandb, mlflow, …) begin a run of their own in each process.
                 log.warning(
                     "rank %s: each replica's %s may write to %r. Add current_replica().rank to the folder.",

@@ -115,6 +115,7 @@ def test_two_replicas_of_two_processes_end_with_one_model_in_the_trainer_of_tran
 ) -> None:
     pytest.importorskip("transformers")
     import diloco.trainers.hf  # noqa: F401 - imported before the processes are forked
+
     more = {} if kind == "ddp" else {"fsdp": True, "fsdp_config": {"version": 2, "min_num_params": 1}}
     found = run_members(tmp_path, [2, 2], lambda rank, member: train_hf(tmp_path, member, **more))
     check_one_model(found)
@@ -132,6 +133,7 @@ def test_a_killed_replica_of_two_processes_continues_the_trainer_with_its_schedu
 ) -> None:
     pytest.importorskip("transformers")
     import diloco.trainers.hf  # noqa: F401 - imported before the processes are forked
+
     more = {} if kind == "ddp" else {"fsdp": True, "fsdp_config": {"version": 2, "min_num_params": 1}}
 
     def body(rank: int, member: int) -> dict[str, Any]:
@@ -159,8 +161,9 @@ def test_the_processes_of_a_trainer_that_are_not_those_of_the_replica_are_refuse
         os.environ["REPLICA_MEMBERS"] = "4"
         return train_hf(tmp_path, member)
 
-    assert "rank 1 of 2 in a process group, in a replica of 4. Start them with `replicas launch --procs 2`." in (
-        run_members(tmp_path, [2], body)[0, 1]
+    assert (
+        "rank 1 of 2 in a process group, in a replica of 4. Start them with `replicas launch --procs 2`."
+        in (run_members(tmp_path, [2], body)[0, 1])
     )
 
 
@@ -202,6 +205,7 @@ def train_lightning(folder: Path, member: int) -> dict[str, Any]:
 def test_two_replicas_of_two_processes_end_with_one_model_in_the_trainer_of_lightning(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     import diloco.trainers.lightning  # noqa: F401 - imported before the processes are forked
+
     found = run_members(tmp_path, [2, 2], lambda rank, member: train_lightning(tmp_path, member))
     check_one_model(found)
     assert {result["step"] for result in found.values()} == {STEPS}
@@ -209,3 +213,25 @@ def test_two_replicas_of_two_processes_end_with_one_model_in_the_trainer_of_ligh
         one, other = (set(found[rank, member]["seen"][:PER_EPOCH]) for member in (0, 1))
         assert not one & other, "Lightning divides the data of a replica among its processes"
         assert found[rank, 0]["rates"] == found[rank, 1]["rates"]
+
+
+def test_a_trainer_whose_model_fsdp2_has_not_sharded_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from accelerate.state import PartialState
+    from support.hf_trainers import INNER as inner_steps
+    from support.hf_trainers import arguments
+    from transformers import TrainerControl, TrainerState
+
+    from diloco.trainers.hf import DiLoCoCallback
+
+    def body(rank: int, member: int) -> None:
+        PartialState._reset_state()
+        join_group(member, 2)
+        args = arguments(tmp_path, fsdp=True)
+        DiLoCoCallback(inner_steps=inner_steps).on_train_begin(args, TrainerState(), TrainerControl(), model=Model())
+
+    for text in run_members(tmp_path, [2], body).values():
+        assert text == (
+            "ValueError: DiLoCoCallback got fsdp=True, and FSDP2 has not sharded the model. Use fsdp_config="
+            "{'version': 2} on GPUs, because FSDP1 is not supported and accelerate shards no model on CPUs."
+        )
