@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from diloco.stale_copies.samples import Sample, Values, read_samples
+from diloco.tensor_names import is_dtensor
 
 MOST_FLAT = 100_000_000
 """Most values of a flat tensor in which copies of parameters are searched."""
@@ -108,7 +109,8 @@ def tensors_in(things: Iterable[Any], depth: int = 4) -> Iterator[Tensor]:
     """
     for thing in things:
         if isinstance(thing, Tensor):
-            yield thing
+            if not is_dtensor(thing):
+                yield thing
         elif depth and isinstance(thing, Mapping):
             yield from tensors_in(thing.values(), depth - 1)
         elif depth and isinstance(thing, (list, tuple)):
@@ -157,7 +159,9 @@ def reachable_tensors() -> Iterator[Tensor]:
         for tensor in reachable_tensors(): ...
     """
     for thing in reachable_objects():
-        if issubclass(type(thing), Tensor):  # isinstance would call the __class__ of proxies, which may load data
+        # isinstance would call the __class__ of proxies, which may load data. The values of a DTensor are read by all
+        # processes of a replica together, and only the first process searches.
+        if issubclass(type(thing), Tensor) and not is_dtensor(thing):
             yield thing
 
 

@@ -88,11 +88,10 @@ class DataPosition:
         elif isinstance(sampler, BatchSampler) and not isinstance(dataset, IterableDataset):
             # In a replica of several processes, accelerate deals whole batches, or parts of each, to the processes.
             n_shares = 1
-            if hasattr(sampler, "num_processes") and isinstance(
-                inner := getattr(sampler, "batch_sampler", None), BatchSampler
-            ):
-                n_shares = 1 if sampler.split_batches else sampler.num_processes
-                sampler = inner
+            shard: Any = sampler
+            if hasattr(shard, "num_processes") and isinstance(getattr(shard, "batch_sampler", None), BatchSampler):
+                n_shares = 1 if shard.split_batches else shard.num_processes
+                sampler = shard.batch_sampler
             sampler.sampler = LaterSampler(sampler.sampler, epoch, batches * n_shares * sampler.batch_size)
         else:
             log.warning(

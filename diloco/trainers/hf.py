@@ -124,7 +124,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
 
     Raises:
         TypeError: `DiLoCo` has no such argument, or the trainer decides it.
-        ValueError: When training begins: the Trainer's processes are not those of the replica, or it uses DeepSpeed or
+        ValueError: When training begins: the Trainer does not use all processes of the replica, or it uses DeepSpeed or
             FSDP1. Or another replica uses the same folder.
     """
 

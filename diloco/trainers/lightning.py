@@ -56,7 +56,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
 
     Raises:
         TypeError: `DiLoCo` has no such argument, or the trainer decides it.
-        ValueError: When training begins: the trainer's processes are not those of the replica, or its strategy is
+        ValueError: When training begins: the trainer does not use all processes of the replica, or its strategy is
             neither DDP nor ModelParallelStrategy (FSDP2).
     """
 

@@ -31,7 +31,7 @@ def test_a_parameter_of_partial_sums_is_refused_by_its_name(tmp_path: Path) -> N
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Partial
 
-        model = small_model()
+        model: Any = small_model()
         weight = DTensor.from_local(model[2].weight.detach(), init_device_mesh("cpu", (2,)), [Partial()])
         model[2].weight = nn.Parameter(weight)
         DiLoCo(model, inner_steps=1)
@@ -55,7 +55,7 @@ def test_a_model_in_fsdp1_is_refused(tmp_path: Path) -> None:
 def test_the_stages_of_a_pipeline_are_refused_by_the_first_parameter_that_differs(tmp_path: Path) -> None:
     def body(rank: int, member: int) -> None:
         model = small_model()
-        DiLoCo(model[:2] if member == 0 else nn.Sequential(*model[:2], nn.Linear(7, 1)), inner_steps=1)
+        DiLoCo(model[:2] if member == 0 else nn.Sequential(model[0], model[1], nn.Linear(7, 1)), inner_steps=1)
 
     for text in run_members(tmp_path, [2], body).values():
         assert text == (
@@ -219,6 +219,33 @@ def test_a_leader_that_was_asked_to_end_ends_all_members(tmp_path: Path) -> None
         diloco.step()
 
     assert run_members(tmp_path, [2], body) == {(0, 0): "SystemExit: 143", (0, 1): "SystemExit: 143"}
+
+
+def test_the_search_for_early_copies_in_the_leader_reads_no_shards(tmp_path: Path) -> None:
+    """To read a value of a DTensor, all processes of its mesh must call. The others would wait for ever."""
+
+    def body(rank: int, member: int) -> int:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(rank)  # the first anchor changes the values of one of the replicas
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        if rank == 1:
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        diloco = DiLoCo(model, inner_steps=1, total_steps=3)
+        train_wide(diloco, model)
+        diloco.close()
+        return diloco.rounds
+
+    def train_wide(diloco: DiLoCo, model: nn.Module) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for _ in diloco.steps():
+            model(torch.randn(4, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step()
+
+    assert run_members(tmp_path, [1, 2], body) == {(0, 0): 3, (1, 0): 3, (1, 1): 3}
 
 
 # -- unlike replicas and times of their own --------------------------------------------------------------------------

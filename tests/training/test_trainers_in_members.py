@@ -116,7 +116,7 @@ def test_two_replicas_of_two_processes_end_with_one_model_in_the_trainer_of_tran
     pytest.importorskip("transformers")
     import diloco.trainers.hf  # noqa: F401 - imported before the processes are forked
 
-    more = {} if kind == "ddp" else {"fsdp": True, "fsdp_config": {"version": 2, "min_num_params": 1}}
+    more: dict[str, Any] = {} if kind == "ddp" else {"fsdp": True, "fsdp_config": {"version": 2, "min_num_params": 1}}
     found = run_members(tmp_path, [2, 2], lambda rank, member: train_hf(tmp_path, member, **more))
     check_one_model(found)
     assert {result["step"] for result in found.values()} == {STEPS}
@@ -134,7 +134,7 @@ def test_a_killed_replica_of_two_processes_continues_the_trainer_with_its_schedu
     pytest.importorskip("transformers")
     import diloco.trainers.hf  # noqa: F401 - imported before the processes are forked
 
-    more = {} if kind == "ddp" else {"fsdp": True, "fsdp_config": {"version": 2, "min_num_params": 1}}
+    more: dict[str, Any] = {} if kind == "ddp" else {"fsdp": True, "fsdp_config": {"version": 2, "min_num_params": 1}}
 
     def body(rank: int, member: int) -> dict[str, Any]:
         return train_hf(tmp_path, member, dies_at=8, **more)
