@@ -317,7 +317,7 @@ class GroupDiLoCo(DiLoCo):
                 if not members.is_sharded:
                     plain._stale_copies.warn_of_copies(thing, plain._extra_addresses())
             # The lead of a schedule is part of the saved state, so the followers need the leader's.
-            state = (_state_of(thing), attached.lead_of(name)) if is_shared and positions[0] >= 0 else None
+            state = (_state_of(thing), attached.leads.get(name)) if is_shared and positions[0] >= 0 else None
             members.return_(self._take_status(), state)
             return
         status, state = members.obey(self._weigh, self._keep)
@@ -327,7 +327,7 @@ class GroupDiLoCo(DiLoCo):
             attached.of_leader.add(name)
             if state is not None:
                 unwrapped(thing).load_state_dict(state[0])
-                attached.set_lead(name, state[1])
+                attached.leads |= {} if state[1] is None else {name: state[1]}
 
     def state_dict(self) -> dict[str, Any]:
         self._check_open()
