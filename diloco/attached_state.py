@@ -130,7 +130,7 @@ class AttachedState:
         self.things: dict[str, Any] = {}
         """The attached objects, by name."""
         self._followers: dict[str, Any] = {}
-        self._leads: dict[str, int] = {}
+        self.leads: dict[str, int] = {}
         """For each schedule that follows the run, the steps that it had counted before the run began, beyond
         `begun_at`.
         """
@@ -248,7 +248,7 @@ class AttachedState:
             self._followers[name] = thing
             if lead is None:
                 lead = max(0, steps_counted(thing) - self._begun_at - (step if self._me.attempt else self._n_steps))
-            self._leads[name] = lead if state is None else kept_lead
+            self.leads[name] = lead if state is None else kept_lead
         with warnings.catch_warnings():
             # torch warns of a schedule's step before the first step of its optimizer. Here that is intended.
             warnings.filterwarnings("ignore", "Detected call of", UserWarning)
@@ -273,7 +273,7 @@ class AttachedState:
             name: the name of a schedule that follows.
             step: the run's step.
         """
-        return self._begun_at + step + self._leads[name]
+        return self._begun_at + step + self.leads[name]
 
     def follow(self, step: int, n_steps: int) -> None:
         """Step the schedules that follow to the run's step. Log a line if the run continued without the other attached
@@ -369,7 +369,7 @@ class AttachedState:
         arrays = {f"progress/{index}": part.numpy() for index, part in enumerate(progress) if part.count_nonzero()}
         own = {name: thing for name, thing in self.things.items() if name not in self.of_leader}
         states = {f"attached/{name}": _state_calls(name, thing)[0]() for name, thing in own.items()}
-        leads = {f"lead/{name}": lead for name, lead in self._leads.items() if lead and name in own}
+        leads = {f"lead/{name}": lead for name, lead in self.leads.items() if lead and name in own}
         for prefix, taken in {**states, **leads, **({"buffers": dict(buffers)} if buffers else {})}.items():
             name = prefix.removeprefix("attached/")
             try:

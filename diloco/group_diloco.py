@@ -316,7 +316,9 @@ class GroupDiLoCo(DiLoCo):
                 plain._model_state.before_hold = plain._saver.save_if_due
                 if not members.is_sharded:
                     plain._stale_copies.warn_of_copies(thing, plain._extra_addresses())
-            members.return_(self._take_status(), _state_of(thing) if is_shared and positions[0] >= 0 else None)
+            # The lead of a schedule is part of the saved state, so the followers need the leader's.
+            state = (_state_of(thing), attached.leads.get(name)) if is_shared and positions[0] >= 0 else None
+            members.return_(self._take_status(), state)
             return
         status, state = members.obey(self._weigh, self._keep)
         self._keep_status(status)
@@ -324,7 +326,8 @@ class GroupDiLoCo(DiLoCo):
         if is_shared:
             attached.of_leader.add(name)
             if state is not None:
-                unwrapped(thing).load_state_dict(state)
+                unwrapped(thing).load_state_dict(state[0])
+                attached.leads |= {} if state[1] is None else {name: state[1]}
 
     def state_dict(self) -> dict[str, Any]:
         self._check_open()

@@ -83,6 +83,8 @@ class Members:
         # with torch: torch would give a second group of the same ranks the name of a group that was destroyed.
         self._group: Any = dist.ProcessGroupGloo(store, self.number, self.size, timedelta(seconds=timeout_s))
         self._word = torch.zeros(WORD_LENGTH, dtype=torch.int64, device="cpu")
+        # An array over the same memory: a word is sent in each step, and torch takes longer to set a few integers.
+        self._integers = self._word.numpy()
         self._slots = [slot for fragment in self.fragments for slot in fragment.slots]
         self.is_in_call = False
         """True while all members are inside the same public call, so that followers hear the leader's words."""
@@ -223,8 +225,7 @@ class Members:
         """
         if not self.is_in_call or not self.is_leader:
             return
-        self._word.zero_()
-        self._word[: 1 + len(values)] = torch.tensor([word, *values], dtype=torch.int64, device="cpu")
+        self._integers[:] = (word, *values, *(0,) * (WORD_LENGTH - 1 - len(values)))
         self._broadcast(self._word)
 
     def need(self, fragments: Iterable[int], *, compare: bool = False) -> None:
@@ -342,7 +343,7 @@ class Members:
         """
         while True:
             self._broadcast(self._word)
-            word, *values = self._word.tolist()
+            word, *values = self._integers.tolist()
             if word == Word.RETURN:
                 return values[1:], self.broadcast() if values[0] else None
             if word == Word.GATHER:

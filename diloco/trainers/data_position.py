@@ -86,7 +86,13 @@ class DataPosition:
             if (set_epoch := getattr(dataset, "set_epoch", None)) is not None:
                 loader.dataset.set_epoch = lambda number: set_epoch(number + epoch)
         elif isinstance(sampler, BatchSampler) and not isinstance(dataset, IterableDataset):
-            sampler.sampler = LaterSampler(sampler.sampler, epoch, batches * sampler.batch_size)
+            # In a replica of several processes, accelerate deals whole batches, or parts of each, to the processes.
+            n_shares = 1
+            shard: Any = sampler
+            if hasattr(shard, "num_processes") and isinstance(getattr(shard, "batch_sampler", None), BatchSampler):
+                n_shares = 1 if shard.split_batches else shard.num_processes
+                sampler = shard.batch_sampler
+            sampler.sampler = LaterSampler(sampler.sampler, epoch, batches * n_shares * sampler.batch_size)
         else:
             log.warning(
                 "The data of this replica start from the beginning, because a %s cannot start in the middle. Use a "

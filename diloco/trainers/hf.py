@@ -25,6 +25,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from diloco.duplicate_work import ADVICE
 from diloco.errors import DuplicateWorkError
+from diloco.tensor_names import is_dtensor
 from diloco.trainers.data_position import DataPosition
 from diloco.trainers.trainer_link import TrainerLink, check_options, extended_total
 from executors.errors import kind_of
@@ -104,6 +105,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
     A replica that starts again continues with the optimizer, the schedule and the data position of its newest saved
     state, and at the run's step. A checkpoint that `train()` resumes from matters only at the beginning of a new run.
 
+    A replica may have several processes (`replicas launch --procs`), in which the Trainer uses DDP, or FSDP2 with
+    `fsdp=True`. The Trainer divides the data among them itself, so its data are `replica.shard(data, per="replica")`.
+
     With `load_best_model_at_end`, each replica ends with the best model that it has evaluated and saved itself. All
     replicas have the same one if evaluations are at rounds (`eval_steps` is a multiple of `inner_steps`) and no replica
     was away.
@@ -120,8 +124,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
 
     Raises:
         TypeError: `DiLoCo` has no such argument, or the trainer decides it.
-        ValueError: When training begins: the replica has several processes, or uses DeepSpeed or FSDP. Or another
-            replica uses the same folder.
+        ValueError: When training begins: the Trainer does not use all processes of the replica, or it uses DeepSpeed or
+            FSDP1. Or another replica uses the same folder.
     """
 
     def __init__(self, inner_steps: int = 500, **options: Any) -> None:
@@ -156,20 +160,23 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
             raise ValueError(
                 "This DiLoCoCallback was used by an earlier train(). Create another one, with another name=…."
             )
-        if problem := _problem_of(args):
+        if problem := _problem_of(args, replica, with_.get("model")):
             raise ValueError(problem)
         if replica.rank != 0:
             _leave_pushes_to_rank_0()
-        self._folder = OwnFolder(Path(args.output_dir), replica)
-        self._folder.check()
+        # The other processes of the replica use the same folder, and would print the same warnings.
+        is_leader = replica.member == 0
+        self._folder = OwnFolder(Path(args.output_dir), replica) if is_leader else None
+        if self._folder is not None:
+            self._folder.check()
         # An added rank is not part of the launch's world_size, which may be 1 although there are several replicas.
         has_own = getattr(args, "of_replica", None) == replica.rank
         is_stream = isinstance(getattr(with_["train_dataloader"], "dataset", None), IterableDataset)
         self._advice = ADVICE if has_own or is_stream else OWN_ORDER
         # A stream does not show whether it is a share. A script that uses `replica_arguments` is trusted to use shares.
-        if max(replica.world_size, replica.rank + 1) > 1 and not has_own:
+        if is_leader and max(replica.world_size, replica.rank + 1) > 1 and not has_own:
             log.warning("rank %s: %s", replica.rank, SAME_STREAM if is_stream else SAME_ORDER)
-        if args.load_best_model_at_end:
+        if is_leader and args.load_best_model_at_end:
             self._warn_of_own_best(args, state, with_["train_dataloader"])
         self._begun_at = self._logged_at = state.global_step
         link = TrainerLink(with_["model"], state.max_steps, self._options, begun_at=state.global_step)
@@ -185,7 +192,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         state.global_step = link.trainer_step
         self._link = link
         self._end_together(control)
-        self._folder.check()
+        if self._folder is not None:
+            self._folder.check()
         if args.enable_jit_checkpoint:
             self._note_sigterm()
 
@@ -245,7 +253,6 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **with_: Any) -> None:
         link, folder = self._link, self._folder
         assert link is not None
-        assert folder is not None
         self._data.batch_seen()
         self._n_steps, self._n_unlogged = self._n_steps + 1, self._n_unlogged + 1
         before = link.last
@@ -254,7 +261,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         except DuplicateWorkError as error:
             raise DuplicateWorkError(str(error).replace(ADVICE, self._advice)) from None
         # check again, because a replica that joined later may use the same folder
-        if before is None or before is not link.last:
+        if folder is not None and (before is None or before is not link.last):
             folder.check()
         state.global_step = link.trainer_step
         state.epoch = self._data.epochs(state.epoch)
@@ -328,15 +335,22 @@ def _begin_of_data(args: TrainingArguments, state: TrainerState, loader: Any) ->
     return epoch, 0 if args.ignore_data_skip else made * args.gradient_accumulation_steps
 
 
-def _problem_of(args: TrainingArguments) -> str | None:
-    if args.deepspeed or args.fsdp:
-        name = "deepspeed" if args.deepspeed else "fsdp"
-        return f"DiLoCoCallback cannot be used with {name}=…, because a replica is one process. Remove that argument."
-    if args.world_size != 1:
+def _problem_of(args: TrainingArguments, replica: Replica, model: Any) -> str | None:
+    if args.deepspeed:
+        return "DiLoCoCallback cannot be used with deepspeed=…. Remove it, or use fsdp=True for a large model."
+    if args.world_size != replica.members:
         return (
-            f"DiLoCoCallback needs one process per replica, and this one is rank {args.process_index} of "
-            f"{args.world_size} in a process group. Start replicas with `replicas launch`, not with torchrun or "
-            "accelerate launch."
+            f"DiLoCoCallback needs all processes of the Trainer in one replica, and this one is rank "
+            f"{args.process_index} of {args.world_size} in a process group, in a replica of {replica.members}. Start "
+            f"them with `replicas launch --procs {args.world_size}`."
+        )
+    if args.fsdp and replica.members == 1:
+        return "DiLoCoCallback cannot be used with fsdp=… in one process. Remove it, or launch with --procs gpu."
+    # The configuration does not show this: the default version has changed, and accelerate shards nothing on CPUs.
+    if args.fsdp and not any(map(is_dtensor, model.parameters())):
+        return (
+            f"DiLoCoCallback got fsdp={args.fsdp!r}, and FSDP2 has not sharded the model. Use "
+            "fsdp_config={'version': 2} on GPUs, because FSDP1 is not supported and accelerate shards no model on CPUs."
         )
     if args.auto_find_batch_size:
         return "DiLoCoCallback needs a constant batch size, got auto_find_batch_size=True. Pass False."

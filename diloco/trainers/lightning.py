@@ -19,7 +19,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from diloco.trainers.data_position import DataPosition
 from diloco.trainers.trainer_link import TrainerLink, check_options, extended_total
@@ -44,6 +44,9 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
     A WeightAveraging of Lightning, such as EMAWeightAveraging, is averaged over the replicas in each round. When
     training ends, the module is then that average.
 
+    A replica may have several processes (`replicas launch --procs 2`), with `Trainer(devices=2, strategy="ddp")`.
+    Lightning divides the data among them itself, so its data are `replica.shard(data, per="replica")`.
+
     Each replica has folders of its own. The rank is added to `default_root_dir`, to the `save_dir` of a CSVLogger and a
     TensorBoardLogger, and to the `dirpath` of a ModelCheckpoint. `ModelCheckpoint.best_model_path` has the whole path.
 
@@ -53,7 +56,8 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
 
     Raises:
         TypeError: `DiLoCo` has no such argument, or the trainer decides it.
-        ValueError: When training begins: the trainer's strategy uses several processes or devices.
+        ValueError: When training begins: the trainer does not use all processes of the replica, or its strategy is
+            neither DDP nor ModelParallelStrategy (FSDP2).
     """
 
     def __init__(self, inner_steps: int = 500, **options: Any) -> None:
@@ -92,10 +96,14 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             self._folders.remove_unused()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.world_size != 1 or not isinstance(trainer.strategy, SingleDeviceStrategy):
+        members = current_replica().members
+        strategies = SingleDeviceStrategy if members == 1 else (DDPStrategy, ModelParallelStrategy)
+        if trainer.world_size != members or not isinstance(trainer.strategy, strategies):
+            remedy = "devices=1" if members == 1 else f"devices={members}, strategy='ddp'"
             raise ValueError(
-                f"DiLoCoCallback needs one process and one device per replica, got {trainer.world_size} processes and "
-                f"{type(trainer.strategy).__name__}. Use Trainer(devices=1), in replicas of `replicas launch`."
+                f"DiLoCoCallback in a replica with {members} {'process' if members == 1 else 'processes'} got a "
+                f"trainer with {trainer.world_size} and {type(trainer.strategy).__name__}. Use Trainer({remedy}); "
+                "`replicas launch --procs N` starts N processes in each replica."
             )
         is_simple = pl_module.automatic_optimization  # with manual optimization, a batch may have any number of steps
         planned = trainer.estimated_stepping_batches if is_simple else math.inf
@@ -296,8 +304,12 @@ class OwnFolders:
         trainer._default_root_dir = self._own(trainer.default_root_dir)
         for logger in trainer.loggers:
             if isinstance(logger, (CSVLogger, TensorBoardLogger)):
-                self._move(logger)
-            elif not type(logger).__module__.startswith("lightning.") and (logger.save_dir or logger.log_dir):
+                self._move(logger, writes=current_replica().member == 0)
+            elif (
+                current_replica().member == 0
+                and not type(logger).__module__.startswith("lightning.")
+                and (logger.save_dir or logger.log_dir)
+            ):
                 # The other loggers of Lightning (wandb, mlflow, …) begin a run of their own in each process.
                 log.warning(
                     "rank %s: each replica's %s may write to %r. Add current_replica().rank to the folder.",
@@ -315,11 +327,11 @@ class OwnFolders:
         path = os.fspath(folder)
         return path if os.path.basename(os.path.normpath(path)) == str(self._rank) else f"{path}/{self._rank}"
 
-    def _move(self, logger: Any) -> None:
+    def _move(self, logger: Any, *, writes: bool) -> None:
         """Let a logger write to this rank's own folder, as if it had been created with that folder."""
-        if os.path.isdir(logger.log_dir):  # otherwise the folder is in a bucket, or does not exist yet
+        if writes and os.path.isdir(logger.log_dir):  # otherwise the folder is in a bucket, or does not exist yet
             self._unused.append(Path(logger.log_dir))
-        if logger._experiment is not None and isinstance(logger, TensorBoardLogger):
+        if writes and logger._experiment is not None and isinstance(logger, TensorBoardLogger):
             logger._experiment.close()
             with contextlib.suppress(OSError):  # another part of the script may have begun to write to it
                 for file in Path(logger.log_dir).glob(f"events.*.{socket.gethostname()}.{os.getpid()}.*"):
@@ -329,7 +341,7 @@ class OwnFolders:
         if isinstance(logger, CSVLogger):
             logger._save_dir = self._own(logger._save_dir)
         # an earlier attempt of this rank has used the folder
-        if isinstance(logger.version, int) and os.path.isdir(logger.log_dir):
+        if writes and isinstance(logger.version, int) and os.path.isdir(logger.log_dir):
             logger._version = logger._get_next_version()
 
     def remove_unused(self) -> None:

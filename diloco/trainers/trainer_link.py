@@ -202,9 +202,12 @@ class TrainerLink:
         live: dict[str, torch.Tensor] = {**by_clean_name(self.model, self.model.named_parameters()), **buffers}
         best: dict[str, torch.Tensor] = {}
         if keep_model:
-            merged = {*self.diloco.anchor(), *buffers}  # also parameters that were frozen during training
+            # The anchor itself is only in the first process of a replica.
+            averaged = getattr(self.diloco, "names_of_anchor", self.diloco.anchor)()
+            merged = {*averaged, *buffers}  # also parameters that were frozen during training
             best = {name: live[name].clone() for name in merged}
-        if not is_asked_for and not self.is_over and self.total_steps is not None:
+        is_leader = current_replica().member == 0
+        if is_leader and not is_asked_for and not self.is_over and self.total_steps is not None:
             log.warning(
                 "The trainer ended by itself at step %s of %s planned steps. If it began with a checkpoint that is "
                 "ahead of the run, start it without it.", self.trainer_step, self.begun_at + self.total_steps,

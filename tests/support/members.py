@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # used by the optimizers; it takes seconds, so it is imported once, before the forks
 import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.tensor
 from torch import nn
 
 import executors.replica as replicas
