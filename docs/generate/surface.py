@@ -12,7 +12,9 @@ import griffe
 
 from docs.generate import api
 from docs.generate.json_documents import schema_of
+from docs.generate.metrics import columns
 from docs.generate.outcomes import EXIT_CODES, REASONS
+from docs.generate.stored_keys import stored_keys
 from executors.cli.documents import KINDS
 
 SURFACE = Path(__file__).parents[1] / "surface.txt"
@@ -89,9 +91,15 @@ def json_lines() -> Iterator[str]:
             yield from (f"json {kind.name} {inner}.{name}" for name in each["properties"])
 
 
+def stored_lines() -> Iterator[str]:
+    """Yield a line for each key in a run's store, and for each column of the metrics."""
+    yield from (f"key {each.pattern}" for each in stored_keys())
+    yield from (f"metric {each.kind} {each.name}" for each in columns())
+
+
 def surface() -> str:
     """Return the text of `docs/surface.txt`."""
-    return "\n".join(sorted({*python_lines(), *command_lines(), *other_lines(), *json_lines()})) + "\n"
+    return "\n".join(sorted({*python_lines(), *command_lines(), *other_lines(), *json_lines(), *stored_lines()})) + "\n"
 
 
 if __name__ == "__main__":
