@@ -20,10 +20,10 @@ from executors.cli.documents import KINDS
 SURFACE = Path(__file__).parents[1] / "surface.txt"
 MODULES = (
     api.Module("executors"),
-    api.Module("executors.errors"),
+    api.Module("executors.errors", has_only_errors=True),
     api.Module("executors.testing"),
     api.Module("diloco"),
-    api.Module("diloco.errors"),
+    api.Module("diloco.errors", has_only_errors=True),
     api.Module("diloco.testing", ("run_replicas",)),
     api.Module("diloco.trainers.hf", ("DiLoCoCallback", "replica_arguments")),
     api.Module("diloco.trainers.lightning", ("DiLoCoCallback",)),
