@@ -16,7 +16,7 @@ from docs.generate.markdown import code, table
 
 ROOT = Path(__file__).parents[2]
 WARNINGS: list[str] = []
-"""What griffe finds wrong in docstrings, as the pages are made. A test fails on each."""
+"""The problems that griffe finds in docstrings while the pages are made. A test fails on each."""
 LONG_DEFAULT = 40  # characters
 
 

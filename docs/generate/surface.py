@@ -35,15 +35,15 @@ def python_lines() -> Iterator[str]:
     """Yield a line for each public function, class and member, with its parameters."""
     for module in MODULES:
         for part in api.parts_of(module):
-            yield from _lines_of(part)
+            yield from _lines_of(part, has_members=not module.has_only_errors)
 
 
-def _lines_of(part: api.Part) -> Iterator[str]:
+def _lines_of(part: api.Part, *, has_members: bool = True) -> Iterator[str]:
     here = part.definition
     words = ", ".join(_parameter(each) for each in api.parameters_of(here))
     is_called = here.is_function and "property" not in here.labels
     yield f"python {part.path}" + (f"({words})" if words or is_called else "")
-    if here.is_class and not api.backend_of(here):
+    if has_members and here.is_class and not api.backend_of(here):
         for name, target in api.public_members(here):
             yield from _lines_of(api.Part(f"{part.path}.{name}", target))
 
