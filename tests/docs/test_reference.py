@@ -34,7 +34,7 @@ def pages() -> dict[str, str]:
 @cache
 def sections() -> dict[str, str]:
     """Return the text of each section of the reference, by its anchor."""
-    found = {}
+    found: dict[str, str] = {}
     for text in pages().values():
         parts = ANCHOR.split(text)
         found |= dict(zip(parts[1::2], parts[2::2], strict=True))
