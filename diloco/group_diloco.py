@@ -29,7 +29,7 @@ from diloco.fragments import plan_fragments
 from diloco.lr_schedules import unwrapped
 from diloco.member_group import Members, Word
 from diloco.model_state import ModelState
-from diloco.outer import DiLoCo
+from diloco.outer import DiLoCo, open_diloco
 from diloco.process_check import store_of_members
 from diloco.rendezvous.envelope import proof_of
 from diloco.rendezvous.keys import Keys
@@ -165,7 +165,14 @@ class GroupDiLoCo(DiLoCo):
             if members.is_sharded:
                 members.say(Word.GATHER, -1)
                 members._gather(-1)
-            self._plain = plain = DiLoCo(members.mirror, **options, _make_state=partial(MembersModelState, members))
+            self._plain = plain = open_diloco(
+                members.mirror,
+                limits=self._internals.limits,
+                begun_at=self._internals.begun_at,
+                is_trainers=self._internals.is_trainers,
+                make_state=partial(MembersModelState, members),
+                **options,
+            )
             if members.is_sharded:
                 # The optimizers of the members step their shards, and not the mirror. So nothing can be compared.
                 plain._stale_copies.trust()
@@ -195,11 +202,12 @@ class GroupDiLoCo(DiLoCo):
         me = setup.me
         self._settings = settings = DiLoCoSettings.of(
             options, n_fragments=n_fragments, key=location.key_of_run(options["key"]), world_size=me.world_size,
-            rank=me.rank, begun_at=options["_begun_at"], begins_warm=location.begins_warm,
+            rank=me.rank, begun_at=self._internals.begun_at, begins_warm=location.begins_warm,
         )  # fmt: skip
         self._plan = settings.plan
         self._name = (me.nonce, options["name"])
-        proof, limits = proof_of(settings.key), options["_limits"] or Limits(round_timeout_s=settings.round_timeout_s)
+        proof = proof_of(settings.key)
+        limits = self._internals.limits or Limits(round_timeout_s=settings.round_timeout_s)
         store = RetryingStore(
             location.store, clock=monotonic, tolerance=replace(ROUND, seconds=limits.round_timeout_s),
             copies=proof.copies, waits=waits,
@@ -207,7 +215,7 @@ class GroupDiLoCo(DiLoCo):
         keys = Keys(location.run_id, options["name"], location.key_of_outcomes(options["key"]))
         self._uploads = BackgroundThread(f"diloco {options['name']} of rank {me.rank}, member {members.number}")
         self._attached = AttachedState(
-            store, keys, me, self._uploads, settings.plan, proof, options["_begun_at"], members.number
+            store, keys, me, self._uploads, settings.plan, proof, self._internals.begun_at, members.number
         )
         if setup.is_from_origin and location.origin is not None:
             self._attached.load_from_run(location.origin, setup.saved_position)
@@ -295,7 +303,7 @@ class GroupDiLoCo(DiLoCo):
             "replica, or leave the tensors out of the average."
         )
 
-    def attach_state(self, name: str, thing: Any, *, follow: bool = False, _lead: int | None = None) -> None:
+    def _attach_state(self, name: str, thing: Any, *, follow: bool, lead: int | None = None) -> None:
         self._check_open()
         members, attached = self._members_, self._attached
         # Optimizers and schedules of a replicated model are the same in all members, so one copy is saved.
@@ -312,7 +320,7 @@ class GroupDiLoCo(DiLoCo):
             with members.leading():
                 plain = self._plain
                 attached.catch_up(plain._inner_step, plain._training_side.phase.n_steps)
-                attached.attach(name, thing, plain._inner_step, follow=follow, lead=_lead, loads=loads)
+                attached.attach(name, thing, plain._inner_step, follow=follow, lead=lead, loads=loads)
                 plain._model_state.before_hold = plain._saver.save_if_due
                 if not members.is_sharded:
                     plain._stale_copies.warn_of_copies(thing, plain._extra_addresses())
@@ -322,7 +330,7 @@ class GroupDiLoCo(DiLoCo):
             return
         status, state = members.obey(self._weigh, self._keep)
         self._keep_status(status)
-        attached.attach(name, thing, self._inner_step, follow=follow, lead=_lead, loads=loads)
+        attached.attach(name, thing, self._inner_step, follow=follow, lead=lead, loads=loads)
         if is_shared:
             attached.of_leader.add(name)
             if state is not None:

@@ -16,7 +16,7 @@ import importlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 from types import TracebackType
@@ -58,6 +58,20 @@ from executors.store import Store
 from executors.store.watch import open_watch
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Internals:
+    """Values of a DiLoCo that no user gives; see `open_diloco`."""
+
+    limits: Limits | None = None
+    """The time limits of the rendezvous. None: they follow from the arguments of `DiLoCo`."""
+    begun_at: int = 0
+    """The step of the trainer at which the run began."""
+    is_trainers: bool = False
+    """True if a trainer gave the total of steps, and cannot train longer."""
+    make_state: Callable[..., ModelState] | None = None
+    """Makes the state of the model. None: `ModelState`."""
 
 
 # More than 20 methods: 17 of them are the interface for users, who call everything on one object. The others check that
@@ -206,6 +220,9 @@ class DiLoCo:
         StoreError: The store did not answer in `round_timeout_s`.
     """
 
+    _internals = Internals()
+    """Values that no user gives. `open_diloco` gives others."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -244,17 +261,13 @@ class DiLoCo:
         world_size: int | None = None,
         key: bytes | None = None,
         group: Any = "auto",
-        _limits: Limits | None = None,
-        _begun_at: int = 0,
-        _is_trainers: bool = False,
-        _make_state: Callable[..., ModelState] | None = None,
     ) -> None:
         given = {argument: value for argument, value in locals().items() if argument not in ("self", "model")}
         location = find_location(store, run_id, rank, world_size)
-        if _make_state is None and (found := find_group(group, location, rank, name)) is not None:
+        internals = self._internals
+        if internals.make_state is None and (found := find_group(group, location, rank, name)) is not None:
             # Loaded by name, because it is a subclass of this class, and most replicas have one process.
             in_group = importlib.import_module("diloco.group_diloco").GroupDiLoCo
-            del given["_make_state"]
             self.__class__ = in_group
             in_group.open_in_group(self, model, found, location, given)
             return
@@ -262,8 +275,7 @@ class DiLoCo:
         where = {"store": store, "run_id": run_id, "rank": rank, "world_size": world_size, "key": key}
         self._where: dict[str, Any] = where  # `average_also` opens more DiLoCos in the same run
         self._link = ReplicaLink(location.replica, name)
-        self._limits = _limits
-        limits = _limits or Limits(grace_s=grace_s, round_timeout_s=round_timeout_s)
+        limits = internals.limits or Limits(grace_s=grace_s, round_timeout_s=round_timeout_s)
         # A process that trains alone stores everything in memory. After a snapshot it can delete older objects, so it
         # makes one after each round.
         if location.is_alone:
@@ -272,13 +284,13 @@ class DiLoCo:
         check_sizes(fragments_, wire, location.store)
         self._settings = settings = DiLoCoSettings.of(
             locals(), n_fragments=len(fragments_), key=location.key_of_run(key), world_size=location.world_size,
-            rank=location.world_size if location.rank is None else location.rank, begun_at=_begun_at,
+            rank=location.world_size if location.rank is None else location.rank, begun_at=internals.begun_at,
             begins_warm=location.begins_warm,
         )  # fmt: skip
         settings.check()
         self._plan = settings.plan
         settings.warn_of_outer_settings(model)
-        make_state = _make_state or ModelState
+        make_state = internals.make_state or ModelState
         self._model_state = make_state(model, fragments_, settings, block_elements=limits.block_elements)
         proof = proof_of(settings.key)
         # Calls of a failing store are tried again for as long as a round may take. After that, the other replicas give
@@ -305,14 +317,16 @@ class DiLoCo:
         # copies.
         for layout in context.layouts:
             self._model_state.reserve(layout.kept_bytes(location.world_size, streams=patient.streams))
-        self._attached = AttachedState(patient, keys, me, workers.uploads, settings.plan, context.proof, _begun_at)
+        self._attached = AttachedState(
+            patient, keys, me, workers.uploads, settings.plan, context.proof, internals.begun_at
+        )
         self._unshared_writer = (
             None if location.is_alone else UnsharedStateWriter(patient, keys, me.rank, proof, workers.uploads)
         )
         self._duplicate_work = DuplicateWorkCheck(same_data, me.rank, location.replica, self._model_state.had_moved)
         self._extension = Extension(
             location.replica if location.is_of_replica else None, settings.plan, unit=settings.unit_of_total,
-            per_total=settings.plan_steps_per_total, is_trainers=_is_trainers,
+            per_total=settings.plan_steps_per_total, is_trainers=internals.is_trainers,
         )  # fmt: skip
         # The run may have been extended. Its new end is read before the first round, so that the loop and the trainer
         # plan the longer run.
@@ -353,7 +367,7 @@ class DiLoCo:
             lambda: self._inner_step,
         )
         self._loop = TrainingLoop(self._settings, begins_at=self._inner_step)
-        self._link.plan(settings.total_of_steps, me.nonce, _begun_at)
+        self._link.plan(settings.total_of_steps, me.nonce, internals.begun_at)
         is_open[self._name] = self
         # A replica that was started again may find that the run has already had its last round.
         self._link.note_step(self._training_side.phase.run_step, settings.plan.total_steps)
@@ -515,7 +529,7 @@ class DiLoCo:
                     others += other._training_side.sync()
         return reports
 
-    def attach_state(self, name: str, thing: Any, *, follow: bool = False, _lead: int | None = None) -> None:
+    def attach_state(self, name: str, thing: Any, *, follow: bool = False) -> None:
         """Save the state of an object with the run, so that this rank's next attempt continues with it.
 
             diloco.attach_state("optimizer", optimizer)
@@ -549,9 +563,20 @@ class DiLoCo:
             ValueError: The name is taken, or a schedule that follows was attached before its optimizer.
             DiLoCoError: This DiLoCo is closed.
         """
+        self._attach_state(name, thing, follow=follow)
+
+    def _attach_state(self, name: str, thing: Any, *, follow: bool, lead: int | None = None) -> None:
+        """Attach the state of an object; see `attach_state`.
+
+        Args:
+            name: the name of the object.
+            thing: the object.
+            follow: True if DiLoCo steps the object, which is a schedule.
+            lead: the steps by which a schedule is ahead of the run. None: the object tells it.
+        """
         self._check_open()
         self._attached.catch_up(self._inner_step, self._training_side.phase.n_steps)
-        self._attached.attach(name, thing, self._inner_step, follow=follow, lead=_lead)
+        self._attached.attach(name, thing, self._inner_step, follow=follow, lead=lead)
         self._model_state.before_hold = self._saver.save_if_due
         self._stale_copies.warn_of_copies(thing, self._extra_addresses())
 
@@ -590,10 +615,10 @@ class DiLoCo:
             "min_quorum", "grace_s", "round_timeout_s", "weight", "snapshot_every",
         )  # fmt: skip
         options: dict[str, Any] = {name: getattr(self._settings, name) for name in names}
-        other = DiLoCo(
+        other = open_diloco(
             tensors, outer_lr=1.0, outer_momentum=0.0, allow_no_rounds=True, same_data="allow",
-            name=f"{self._name[1]}.also{len(self._extra)}", _limits=self._limits, _begun_at=self._settings.begun_at,
-            **options, **self._where,
+            name=f"{self._name[1]}.also{len(self._extra)}", limits=self._internals.limits,
+            begun_at=self._settings.begun_at, **options, **self._where,
         )  # fmt: skip
         other._duplicate_work.expect_no_moves()
         # No optimizer steps these tensors, so the check for stale copies would have nothing to compare.
@@ -918,3 +943,31 @@ def note_loop_follows_run(nonce: str) -> None:
     for (other, _), each in is_open.items():
         if other == nonce and isinstance(each, DiLoCo):
             each._loop.trust()
+
+
+def open_diloco(
+    model: nn.Module,
+    *,
+    limits: Limits | None = None,
+    begun_at: int = 0,
+    is_trainers: bool = False,
+    make_state: Callable[..., ModelState] | None = None,
+    **options: Any,
+) -> DiLoCo:
+    """Open a DiLoCo with values that no user gives. It is for other modules of this package, and for tests.
+
+    Args:
+        model: the model.
+        limits: the time limits of the rendezvous. None: they follow from the options.
+        begun_at: the step of the trainer at which the run began. Default 0.
+        is_trainers: True if a trainer gave the total of steps, and cannot train longer. Default False.
+        make_state: makes the state of the model. None: `ModelState`.
+        options: the arguments of `DiLoCo`.
+
+    Example:
+        open_diloco(model, inner_steps=10, limits=Limits(grace_s=1.0))
+    """
+    made = DiLoCo.__new__(DiLoCo)
+    made._internals = Internals(limits=limits, begun_at=begun_at, is_trainers=is_trainers, make_state=make_state)
+    DiLoCo.__init__(made, model, **options)
+    return made

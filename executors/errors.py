@@ -153,7 +153,13 @@ def packages_of(extra: str) -> list[str]:
 
 
 class LaunchError(BackendError):
-    """The backend refused to start a replica; those already started were cancelled."""
+    """The backend refused to start a replica; those already started were cancelled.
+
+    Args:
+        message: the reason.
+        rank: the rank that could not be started. None: no single rank is the reason.
+        cancelled: True if the run was cancelled meanwhile. Default: False.
+    """
 
     def __init__(self, message: str, *, rank: int | None = None, cancelled: bool = False) -> None:
         super().__init__(message)
@@ -163,7 +169,12 @@ class LaunchError(BackendError):
 
 
 class MaxCostSpentError(LaunchError):
-    """The ranks have already run for the time that the run's `max_cost` pays for. Nothing was started."""
+    """The ranks have already run for the time that the run's `max_cost` pays for. Nothing was started.
+
+    Args:
+        message: the reason.
+        ranks: the ranks whose time is used up.
+    """
 
     def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
         super().__init__(message, rank=ranks[0])
@@ -213,7 +224,14 @@ class UnknownHandleError(ReplicasError):
 
 
 class ReplicaError(ReplicasError):
-    """A launched replica gave no result."""
+    """A launched replica gave no result.
+
+    Args:
+        message: the reason, with the traceback of the replica if it has one.
+        rank: the rank of the replica.
+        attempt: the number of its last attempt, from 0.
+        outcome: the recorded end of the attempt. None: nothing is recorded.
+    """
 
     def __init__(self, message: str, *, rank: int, attempt: int, outcome: Outcome | None = None) -> None:
         super().__init__(message)
@@ -239,7 +257,13 @@ class ReplicaTimeoutError(ReplicaError, TimeoutError):
 
 
 class StoreError(ReplicasError):
-    """A request to a store failed."""
+    """A request to a store failed.
+
+    Args:
+        message: the reason.
+        key: the key of the object. None: the request was for no single object.
+        url: the address of the store. None: it is not known.
+    """
 
     refusal: Literal["", "permission", "credentials"] = ""
     """Why waiting alone does not help. "permission": a user must change something at the store, as with a bucket that

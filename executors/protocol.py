@@ -66,7 +66,9 @@ class ReplicaHandle:
     """
 
     rank: int
+    """The rank of the replica."""
     backend_name: str
+    """The name of the backend that runs it."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The data with which the executor finds the replica again. No other code reads it."""
 
@@ -248,12 +250,17 @@ class Outcome:
     """
 
     rank: int
+    """The rank of the replica."""
     attempt: int
+    """The number of the attempt, from 0."""
     status: ReplicaStatus
+    """The status of the attempt."""
     reason: Reason | None = None
+    """The reason of the end, as the page of outcomes lists them. None: success, or no end yet."""
     exit_code: int | None = None
     """The exit status; minus the signal's number when a signal ended the process."""
     signal: str | None = None
+    """The signal that ended the process, as in "SIGKILL". None: no signal did."""
     error: str | None = None
     """A traceback, or a sentence that says what happened."""
     error_line: str | None = None
@@ -261,13 +268,18 @@ class Outcome:
     error_place: str | None = None
     """The last place in the user's code that an exception passed, as in `train.py:12`."""
     result: Any = None
+    """The value that the entrypoint returned. None: there is none."""
     host: str = ""
+    """The name of the replica's machine."""
     pid: int | None = None
+    """The number of the replica's process. None: it is not known."""
     started_at: float | None = None
+    """Unix time of the start, by the clock of the replica's machine. None: it is not known."""
     finished_at: float = 0.0
     """Seconds since the epoch, by the clock of the process that recorded the outcome. For a replica that another
     process found lost, it is the time of its last heartbeat, by its own clock."""
     output_tail: str = ""
+    """The end of the output of the replica."""
     reported: Mapping[str, float] | None = None
     """The last report of the replica. None: its last heartbeat has it."""
     reached: Mapping[str, float] | None = None

@@ -573,8 +573,11 @@ class RunStatus:
     """
 
     run_id: str
+    """The id of the run."""
     backend: str
+    """The name of the backend, or of several with their ranks."""
     replicas: Sequence[ReplicaState]
+    """The state of each replica, in rank order."""
     joined: int = 0
     """How many more ranks joined while it ran; only their claims are known."""
     min_replicas: int | None = None
@@ -582,6 +585,7 @@ class RunStatus:
     decided: Sequence[DecisionLine] = ()
     """The decisions on it so far, oldest first."""
     restarts_by_reason: Mapping[str, int] = field(default_factory=dict)
+    """The number of restarts so far, by the reason of the end before them."""
     forged: Sequence[tuple[int, int]] = ()
     """The ranks and attempts of a signed run with an outcome without the run's key, which is not believed."""
     forged_starts: Sequence[tuple[int, int]] = ()
@@ -589,6 +593,7 @@ class RunStatus:
     lacks_key: bool = False
     """Whether the run is signed and this process does not have its key, so that no outcome is proven here."""
     at: float = field(default_factory=time.time)
+    """Unix time of the look."""
     store_url: str = ""
     """The url of the run's store, for commands that a line names."""
 

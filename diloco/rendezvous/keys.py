@@ -98,11 +98,11 @@ class Keys:
         return self._under("own/" if rank is None else f"own/{_owner_of(rank, member)}/")
 
     def own_state_record(self, rank: int, position: int, attempt: int, member: int = 0) -> str:
-        """Return the key of the record of such a state. The state counts only if its record exists."""
+        """Return the key of the record of a state that a rank keeps. The state counts only if its record exists."""
         return self._under(f"own/{_owner_of(rank, member)}/{position}/{attempt}/record")
 
     def own_state_tensors(self, rank: int, position: int, attempt: int, part: int, member: int = 0) -> str:
-        """Return the key of one file of tensors of such a state."""
+        """Return the key of one file of tensors of a state that a rank keeps for its next attempt."""
         number = f".{part}" if part else ""
         return self._under(f"own/{_owner_of(rank, member)}/{position}/{attempt}/tensors{number}.safetensors")
 

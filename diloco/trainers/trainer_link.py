@@ -19,7 +19,7 @@ from torch import nn
 
 from diloco.errors import ContributionError
 from diloco.lr_schedules import counts_steps, steps_counted, unwrapped
-from diloco.outer import DiLoCo
+from diloco.outer import DiLoCo, open_diloco
 from diloco.rendezvous.envelope import BadRecordError, proof_of, reading, typed
 from diloco.rendezvous.extension import total_of_start
 from diloco.rendezvous.frames import READ_TRIES
@@ -80,12 +80,12 @@ class TrainerLink:
         self._held: list[tuple[Any, type[Any]]] = []
         """Schedules that follow the run, and their classes before `attach_schedule`."""
         try:
-            self.diloco = DiLoCo(
+            self.diloco = open_diloco(
                 model,
                 total_steps=total,
                 **{"snapshot_every": self._snapshot_every(total, options), **options},
-                _begun_at=self.begun_at,
-                _is_trainers=not (follows or may_grow),
+                begun_at=self.begun_at,
+                is_trainers=not (follows or may_grow),
             )
             # The total already contains earlier extensions. A later extension needs `may_grow`.
             self.diloco._extension.is_trainers = not may_grow
@@ -137,7 +137,8 @@ class TrainerLink:
         if not counts_steps(schedule):
             self.diloco.attach_state(name, schedule)
             return
-        self.diloco.attach_state(name, schedule, follow=True, _lead=max(0, steps_counted(schedule) - self._of_trainer))
+        lead = max(0, steps_counted(schedule) - self._of_trainer)
+        self.diloco._attach_state(name, schedule, follow=True, lead=lead)
         kind: Any = type(schedule)
 
         def step(schedule: Any, *args: Any) -> None:

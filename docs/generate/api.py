@@ -15,6 +15,8 @@ import griffe
 from docs.generate.markdown import code, table
 
 ROOT = Path(__file__).parents[2]
+WARNINGS: list[str] = []
+"""The problems that griffe finds in docstrings while the pages are made. A test fails on each."""
 LONG_DEFAULT = 40  # characters
 
 
@@ -26,10 +28,12 @@ class Module:
         path: Its dotted name.
         names: Its public names, in the order of the page. Empty: the names of `__all__`, or else all public classes
             and functions.
+        has_only_errors: True if only its errors and warnings are public, and its functions are for other modules.
     """
 
     path: str
     names: tuple[str, ...] = ()
+    has_only_errors: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,55 @@ class Part:
         return self.path.rpartition(".")[2]
 
 
+class _Collector(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        WARNINGS.append(record.getMessage())
+
+
+class OptionsOfServices(griffe.Extension):
+    """Gives the constructor of an executor over a job service the options of the service.
+
+    The decorator `options_of(Service)` replaces the parameters at run time, so the sources show only `service`.
+    """
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Look through all classes of a package after it was loaded.
+
+        Args:
+            pkg: the package.
+        """
+        for module in _modules_of(pkg):
+            for each in module.classes.values():
+                constructor = None if each.is_alias else each.members.get("__init__")
+                if not isinstance(constructor, griffe.Function):
+                    continue
+                for decorator in constructor.decorators:
+                    if found := re.fullmatch(r"options_of\((\w+)\)", str(decorator.value)):
+                        service = module.members[found[1]].members["__init__"]
+                        constructor.parameters = service.parameters  # type: ignore[union-attr]
+
+
+def _modules_of(module: griffe.Module) -> Iterator[griffe.Module]:
+    yield module
+    for each in module.modules.values():
+        if not each.is_alias:
+            yield from _modules_of(each)
+
+
 @cache
 def package(name: str) -> griffe.Object:
-    """Return a package as griffe reads it from the sources."""
-    logging.getLogger("griffe").setLevel(logging.ERROR)  # `tests/docs` asks for descriptions that are missing
+    """Return a package as griffe reads it from the sources. Its warnings are in `WARNINGS`."""
+    log = logging.getLogger("griffe")
+    if not any(isinstance(each, _Collector) for each in log.handlers):
+        log.addHandler(_Collector(logging.WARNING))
+        log.propagate = False
     loaded = griffe.load(
-        name, search_paths=[ROOT], docstring_parser="google", resolve_aliases=True, allow_inspection=False
+        name,
+        search_paths=[ROOT],
+        docstring_parser="google",
+        resolve_aliases=True,
+        allow_inspection=False,
+        extensions=griffe.load_extensions("dataclasses", OptionsOfServices()),
     )
     if isinstance(loaded, griffe.Alias):
         raise TypeError(f"{name} is an alias")
@@ -79,6 +126,8 @@ def parts_of(module: Module) -> list[Part]:
     if not names:
         own = [each for each in here.members.values() if not each.is_alias and (each.is_class or each.is_function)]
         names = tuple(each.name for each in own if not each.name.startswith("_"))
+    if module.has_only_errors:
+        names = tuple(name for name in names if name.endswith(("Error", "Warning")))
     return [Part(f"{module.path}.{name}", definition_of(f"{module.path}.{name}")) for name in names]
 
 
@@ -151,13 +200,13 @@ def _texts(here: griffe.Object, groups: Mapping[str, str]) -> Iterator[str]:
         for kind, text in section.value:
             yield text if kind.value == "text" else f"```python\n{text.strip()}\n```"
     yield from more
-    described = {each.name: each for section in by_kind.get("parameters", ()) for each in section.value}
+    described = descriptions_of(here)
     # A long list of parameters has several sections with titles, such as "Args: Slow links".
     titled = [section for section in by_kind.get("parameters", ()) if section.title]
     groups = {each.name: section.title for section in titled for each in section.value} | dict(groups)
     attributes = [each for section in by_kind.get("attributes", ()) for each in section.value]
     # The parameters of a record are its attributes, so one table describes both.
-    is_record = bool(attributes) and not described
+    is_record = bool(attributes) and not by_kind.get("parameters")
     if (parameters := parameters_of(here)) and not backend_of(here) and not is_record:
         yield from _parameter_tables(parameters, described, groups)
     if attributes:
@@ -182,6 +231,27 @@ def docstring_of(here: griffe.Object) -> list[Any]:
     return sections
 
 
+def descriptions_of(here: griffe.Object) -> dict[str, str]:
+    """Return the description of each parameter, from the docstrings of the object and of its attributes.
+
+    The parameters of a record are its attributes, and the constructor of a class may be its parent's.
+
+    Args:
+        here: the function or class.
+    """
+    found: dict[str, str] = {}
+    for each in (here, *(here.mro() if isinstance(here, griffe.Class) else ())):
+        for section in docstring_of(each):
+            if section.kind.value in ("parameters", "attributes"):
+                for entry in section.value:
+                    found.setdefault(entry.name.lstrip("*"), entry.description)
+        if each.is_class:
+            for name, member in each.members.items():
+                if not member.is_alias and member.is_attribute and member.docstring:
+                    found.setdefault(name, member.docstring.value)
+    return found
+
+
 def parameters_of(here: griffe.Object) -> list[griffe.Parameter]:
     """Return the parameters that a user gives: of a function, or of a class's constructor."""
     found: Any = here
@@ -196,18 +266,17 @@ def parameters_of(here: griffe.Object) -> list[griffe.Parameter]:
 
 
 def _parameter_tables(
-    parameters: Sequence[griffe.Parameter], described: Mapping[str, Any], groups: Mapping[str, str]
+    parameters: Sequence[griffe.Parameter], described: Mapping[str, str], groups: Mapping[str, str]
 ) -> Iterator[str]:
     by_group: dict[str, list[list[str]]] = {}
     for each in parameters:
-        words = described.get(each.name) or described.get(f"*{each.name}") or described.get(f"**{each.name}")
         stars = {"variadic positional": "*", "variadic keyword": "**"}.get(each.kind.value if each.kind else "", "")
         default = "" if each.default is None or stars else code(_short(str(each.default)))
         row = [
             code(stars + each.name),
             code(_plain(each.annotation)),
             default,
-            _line(words.description if words else ""),
+            _line(described.get(each.name, "")),
         ]
         by_group.setdefault(groups.get(each.name, ""), []).append(row)
     for heading in dict.fromkeys([*groups.values(), ""]):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import griffe
 
-from docs.generate.api import definition_of, docstring_of
+from docs.generate.api import Module, docstring_of, parts_of
 from docs.generate.markdown import code, table
 
 REASONS: Mapping[str, tuple[str, str, str]] = {
@@ -144,25 +144,19 @@ def errors_page() -> str:
     ]
     for module in ("executors.errors", "diloco.errors"):
         blocks.append(f"## `{module}`")
-        for each in _errors_of(module):
-            blocks += [f"({each.path})=\n### `{each.name}`", *_text_of(each)]
+        for part in parts_of(Module(module, has_only_errors=True)):
+            blocks += [f"({part.path})=\n### `{part.name}`", *_text_of(part.definition)]
     return "\n\n".join(blocks) + "\n"
 
 
-def _errors_of(module: str) -> Iterator[griffe.Class]:
-    for each in definition_of(module).members.values():
-        if isinstance(each, griffe.Class) and each.name.endswith(("Error", "Warning")):
-            yield each
-
-
-def _text_of(error: griffe.Class) -> Iterator[str]:
-    bases = ", ".join(code(str(base).rpartition(".")[2]) for base in error.bases)
+def _text_of(error: griffe.Object) -> Iterator[str]:
+    bases = ", ".join(code(str(base).rpartition(".")[2]) for base in getattr(error, "bases", ()))
     for section in docstring_of(error):
         if section.kind.value == "text":
             yield section.value
         elif section.kind.value == "admonition" and section.value.kind in ("example", "examples"):
             yield f"```python\n{section.value.contents.strip()}\n```"
-        elif section.kind.value == "attributes":
+        elif section.kind.value in ("attributes", "parameters"):
             rows = [[code(each.name), " ".join(each.description.split())] for each in section.value]
             yield table(("attribute", "meaning"), rows)
     yield f"It is also: {bases}."

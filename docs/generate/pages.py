@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from docs.generate import api, command, decisions, json_documents, outcomes
+from docs.generate import api, command, decisions, json_documents, metrics, outcomes, stored_keys
 from executors.cli import documents
 
 FOLDER = Path(__file__).parents[1]
@@ -69,6 +69,8 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "reference/outcomes.md": outcomes.outcomes_page,
     "reference/exit-codes.md": outcomes.exit_codes_page,
     "reference/json.md": json_documents.json_page,
+    "reference/stored-keys.md": stored_keys.stored_keys_page,
+    "reference/metrics.md": metrics.metrics_page,
     "explanation/decisions.md": decisions.decisions_page,
     **{f"json/{kind.name}.schema.json": partial(json_documents.schema_text, kind) for kind in documents.KINDS},
 }

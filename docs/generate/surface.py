@@ -12,16 +12,18 @@ import griffe
 
 from docs.generate import api
 from docs.generate.json_documents import schema_of
+from docs.generate.metrics import columns
 from docs.generate.outcomes import EXIT_CODES, REASONS
+from docs.generate.stored_keys import stored_keys
 from executors.cli.documents import KINDS
 
 SURFACE = Path(__file__).parents[1] / "surface.txt"
 MODULES = (
     api.Module("executors"),
-    api.Module("executors.errors"),
+    api.Module("executors.errors", has_only_errors=True),
     api.Module("executors.testing"),
     api.Module("diloco"),
-    api.Module("diloco.errors"),
+    api.Module("diloco.errors", has_only_errors=True),
     api.Module("diloco.testing", ("run_replicas",)),
     api.Module("diloco.trainers.hf", ("DiLoCoCallback", "replica_arguments")),
     api.Module("diloco.trainers.lightning", ("DiLoCoCallback",)),
@@ -33,15 +35,15 @@ def python_lines() -> Iterator[str]:
     """Yield a line for each public function, class and member, with its parameters."""
     for module in MODULES:
         for part in api.parts_of(module):
-            yield from _lines_of(part)
+            yield from _lines_of(part, has_members=not module.has_only_errors)
 
 
-def _lines_of(part: api.Part) -> Iterator[str]:
+def _lines_of(part: api.Part, *, has_members: bool = True) -> Iterator[str]:
     here = part.definition
     words = ", ".join(_parameter(each) for each in api.parameters_of(here))
     is_called = here.is_function and "property" not in here.labels
     yield f"python {part.path}" + (f"({words})" if words or is_called else "")
-    if here.is_class and not api.backend_of(here):
+    if has_members and here.is_class and not api.backend_of(here):
         for name, target in api.public_members(here):
             yield from _lines_of(api.Part(f"{part.path}.{name}", target))
 
@@ -89,9 +91,15 @@ def json_lines() -> Iterator[str]:
             yield from (f"json {kind.name} {inner}.{name}" for name in each["properties"])
 
 
+def stored_lines() -> Iterator[str]:
+    """Yield a line for each key in a run's store, and for each column of the metrics."""
+    yield from (f"key {each.pattern}" for each in stored_keys())
+    yield from (f"metric {each.kind} {each.name}" for each in columns())
+
+
 def surface() -> str:
     """Return the text of `docs/surface.txt`."""
-    return "\n".join(sorted({*python_lines(), *command_lines(), *other_lines(), *json_lines()})) + "\n"
+    return "\n".join(sorted({*python_lines(), *command_lines(), *other_lines(), *json_lines(), *stored_lines()})) + "\n"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Option
 
@@ -51,7 +51,8 @@ def model(
     found = find_run(run, rendezvous, backend, option)
     try:
         with usage_errors(), output.busy(f"Reading the model of {found.run_id}"):
-            written = found.save_model(out, step=step, rounds=round_, name=name, dtype=dtype)
+            kind: Literal["live", "float32"] = "float32" if dtype == "float32" else "live"
+            written = found.save_model(out, step=step, rounds=round_, name=name, dtype=kind)
     except OSError as error:
         if isinstance(error, ReplicasError):  # a missing key of a store is also a FileNotFoundError
             raise

@@ -109,8 +109,8 @@ def launch(
         fail_fast: True ends the run at a failure before the first round of any replica. Otherwise the other replicas
             continue to train.
         tracker: a tracker that also gets the numbers of the replicas while they train. The names are "trackio",
-            "wandb", "mlflow", or a class as "pkg.mod:Class" (see `report.trackers.Tracker`). There is one tracker run
-            for each rank. If the tracker fails, the run gets a warning.
+            "wandb", "mlflow", or a class as "pkg.mod:Class" (see `executors.view.report.trackers.Tracker`). There is
+            one tracker run for each rank. If the tracker fails, the run gets a warning.
         restarts: restart replicas that end, at most this number of times each: a number, a text as "3/1h,oom=0", or a
             `Restarts`. 0 restarts only replicas whose end is not their own failure. "none" restarts nothing. Default:
             only replicas whose machine the service took back are restarted, while this process waits for the run.

@@ -51,9 +51,13 @@ class Work:
     """Units of work, divided into counted, dropped, carried and lost."""
 
     counted: float = 0.0
+    """Work in a round whose seal includes it."""
     carried: float = 0.0
+    """Work in no round, of a replica that is alive or ended well."""
     dropped: float = 0.0
+    """Work that a round discarded."""
     lost: float = 0.0
+    """Work in no round, of a replica that failed or was cancelled."""
 
     @property
     def made(self) -> float:
@@ -73,6 +77,7 @@ class Ledger(Work):
     goodput: float | None = None
     """Share of the work of undisturbed replicas that was counted. None if no round shows it."""
     by_rank: Mapping[int, Work] = field(default_factory=dict)
+    """The same for each rank: counted, carried, dropped and lost."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,9 @@ class Metrics:
     """
 
     run_id: str
+    """The id of the run."""
     world_size: int
+    """The number of launched replicas."""
     began_at: float
     """Unix time of second 0 of the time line: the first claim."""
     as_of_s: float
@@ -56,11 +58,13 @@ class Metrics:
     attempts: Sequence[AttemptSpan] = field(repr=False)
     """By rank and attempt."""
     rows: Sequence[Row] = field(repr=False)
+    """All rows, by rank, attempt and time."""
     problems: Sequence[str]
     """A sentence for each part that is missing or could not be read."""
     origins: Mapping[tuple[int, int], float] = field(repr=False)
     """By rank and attempt, the second of the time line at which it was claimed."""
     left: Sequence[Left] = field(default=(), repr=False)
+    """The work that was in no round when a DiLoCo was closed."""
     is_whole: bool = True
     """False: rows are left out, evenly over each attempt, as there are too many. Sums are of those that are here."""
 

@@ -85,46 +85,52 @@ class Round(Record):
 
     rank: int = checked(RANK)
     attempt: int = checked(ATTEMPT)
-    t: float = checked(SECONDS)
+    t: float = checked(SECONDS, unit="s")
     """When the outer step was made."""
     entry: int = checked(integer(0, MAX_ENTRY))
-    """Its number in the log, from 0."""
+    """The number of the round in the log, from 0."""
     fragment: int = checked(integer(0, 10**6))
+    """The number of the fragment that the round averaged, from 0."""
     ranks: tuple[int, ...] = checked(list_of(RANK))
     """The ranks whose work is in the mean."""
     verdict: Verdict = checked(one_of("counted", "carried", "dropped"))
-    """The fate of this replica's work."""
-    weight: float = checked(AMOUNT)
-    """How much work that is: in the units of a callable `weight`, else inner steps."""
-    up: int = checked(integer(0, MAX_ENTRY))
-    """Bytes sent."""
-    down: int = checked(integer(0, MAX_ENTRY))
-    """Bytes read."""
-    train_s: float = checked(SECONDS)
-    """How long the replica trained since its entry before."""
-    wait_s: float = checked(SECONDS)
-    move_s: float = checked(SECONDS)
-    reduce_s: float = checked(SECONDS)
-    step_s: float = checked(SECONDS)
+    """The fate of this replica's work: `counted`, `carried` to the next round, or `dropped`."""
+    weight: float = checked(AMOUNT, unit="inner steps, or the unit of `weight`")
+    """The amount of this replica's work."""
+    up: int = checked(integer(0, MAX_ENTRY), unit="bytes")
+    """The bytes that the replica wrote to the store."""
+    down: int = checked(integer(0, MAX_ENTRY), unit="bytes")
+    """The bytes that the replica read from the store."""
+    train_s: float = checked(SECONDS, unit="s")
+    """How long the replica trained since its round before."""
+    wait_s: float = checked(SECONDS, unit="s")
+    """How long the round waited for other replicas."""
+    move_s: float = checked(SECONDS, unit="s")
+    """How long packing, sending and reading took."""
+    reduce_s: float = checked(SECONDS, unit="s")
+    """How long the replica computed its shard of the mean."""
+    step_s: float = checked(SECONDS, unit="s")
+    """How long the outer step took."""
     name: str = checked(text(MAX_NAME), "main")
     """The name of the DiLoCo."""
     norm: float | None = checked(NORM, None)
     """The norm of this replica's pseudo-gradient. None if it sent none."""
     mean_norm: float | None = checked(NORM, None)
     """The norm of the mean. None if there was no mean."""
-    late_s: float | None = checked(nullable(SECONDS), None)
+    late_s: float | None = checked(nullable(SECONDS), None, unit="s")
     """How long training waited. None if it is not recorded: then training waited for the whole round."""
-    busy_s: float | None = checked(nullable(SECONDS), None)
+    busy_s: float | None = checked(nullable(SECONDS), None, unit="s")
     """How long the round took, including the parts that ran while training continued."""
     elements: int | None = checked(nullable(integer(0, MAX_ENTRY)), None)
-    """Values in the fragment."""
+    """The number of values in the fragment. None if it is not recorded."""
     wire: str | None = checked(nullable(text(MAX_NAME)), None)
-    """How contributions travel. None if it is not recorded."""
+    """The encoding of contributions. None if it is not recorded."""
     mean_wire: str | None = checked(nullable(text(MAX_NAME)), None)
-    stale_steps: int = checked(integer(0, MAX_ENTRY), 0)
-    """Inner steps between sending and applying."""
-    wire_error: float | None = checked(NORM, None)
-    """The share of the contribution that is rounding error of the wire."""
+    """The encoding of the mean. None if it is not recorded."""
+    stale_steps: int = checked(integer(0, MAX_ENTRY), 0, unit="inner steps")
+    """The inner steps between sending the work and applying the mean."""
+    wire_error: float | None = checked(NORM, None, unit="share")
+    """The part of the contribution that is rounding error of the wire. None if it was not measured."""
     same: tuple[int, ...] = checked(list_of(RANK), ())
     """The ranks, its own included, that sent the same work: they train on the same data."""
 
@@ -154,15 +160,16 @@ class Usage(Record):
 
     rank: int = checked(RANK)
     attempt: int = checked(ATTEMPT)
-    t: float = checked(SECONDS)
-    cpu: float = checked(number(0.0, 1e6))
-    """Cores busy, since the line before."""
-    rss: int = checked(integer(0, MAX_ENTRY))
-    """Bytes of memory."""
-    gpu_mem: int | None = checked(nullable(integer(0, MAX_ENTRY)), None)
-    """Bytes of the GPUs' memory that torch has taken."""
-    gpu_use: float | None = checked(nullable(number(0.0, 1.0)), None)
-    """Share of the time in which the GPU was busy."""
+    t: float = checked(SECONDS, unit="s")
+    """When the resources were measured."""
+    cpu: float = checked(number(0.0, 1e6), unit="cores")
+    """The processor cores that were busy, on average since the row before."""
+    rss: int = checked(integer(0, MAX_ENTRY), unit="bytes")
+    """The memory that the process used."""
+    gpu_mem: int | None = checked(nullable(integer(0, MAX_ENTRY)), None, unit="bytes")
+    """The memory of the GPUs that torch has taken. None without a GPU."""
+    gpu_use: float | None = checked(nullable(number(0.0, 1.0)), None, unit="share")
+    """The part of the time in which the GPU was busy. None if it is not known."""
 
 
 Row: TypeAlias = Numbers | Round | Usage

@@ -137,7 +137,9 @@ class Replica:
     world_size: int
     """The number of replicas that were launched. It stays the same when replicas are added or lost."""
     run_id: str
+    """The id of the run."""
     attempt: int
+    """The number of this attempt of the rank, from 0."""
     rendezvous: str
     """The url of the store. The keys of the run begin with `run_id`."""
     reported: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -152,6 +154,7 @@ class Replica:
     """The launch of the run, from its task. If the start came with a digest of the task, the digest proves it. None: it
     is a helper process, or alone."""
     claimed_nonce: str | None = field(default=None, repr=False)
+    """The random text of the attempt's claim. None: the process has no claim, as a helper process."""
     counted_step: int | None = field(default=None, repr=False)
     """The step that a DiLoCo has reached. None: no DiLoCo counts, or the script reports its own steps."""
     reports_own_steps: bool = field(default=False, repr=False)

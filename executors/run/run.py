@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -182,12 +182,13 @@ class Run:
         """
         return view_of(self).outcomes()
 
-    def events(self, follow: bool = False, note: Callable[[str], None] = log.warning) -> Iterator[Event]:
+    def events(self, follow: bool = False, note: Callable[[str], None] | None = None) -> Iterator[Event]:
         """Yield what happened in the run so far, in the order of time: launches, ends, hangs, decisions.
 
         Args:
             follow: True: continue with later events, until the run has ended. Default: False.
-            note: called with a message for each record that cannot be read. Default: the module's log.
+            note: called with a message for each record that cannot be read. None, the default: the message is logged
+                as a warning.
 
         Raises:
             StoreError: the store cannot be read.
@@ -198,16 +199,17 @@ class Run:
         """
         from executors.view.run_events import events_of
 
-        return events_of(view_of(self), follow=follow, note=note)
+        return events_of(view_of(self), follow=follow, note=note or log.warning)
 
-    def warnings(self, note: Callable[[str], None] = log.warning) -> list[FoundWarning]:
+    def warnings(self, note: Callable[[str], None] | None = None) -> list[FoundWarning]:
         """Return the warnings of all attempts so far, and the warning of the run as a whole, the oldest first.
 
         Each text of an attempt is listed once, with its number of occurrences. The call makes one read for each attempt
         that has a warning.
 
         Args:
-            note: called with a message for each record that cannot be read. Default: the module's log.
+            note: called with a message for each record that cannot be read. None, the default: the message is logged
+                as a warning.
 
         Raises:
             StoreError: the store cannot be read.
@@ -218,7 +220,7 @@ class Run:
         """
         from executors.view.run_events import warnings_of
 
-        return warnings_of(view_of(self), note)
+        return warnings_of(view_of(self), note or log.warning)
 
     @overload
     def logs(
@@ -302,7 +304,15 @@ class Run:
         """
         return [artifact for artifact in all_artifacts(view_of(self), rank) if artifact.problem is None]
 
-    def model(self, *, step: int | None = None, name: str = "main", **more: Any) -> dict[str, Any]:
+    def model(
+        self,
+        *,
+        step: int | None = None,
+        rounds: int | None = None,
+        name: str = "main",
+        dtype: Literal["live", "float32"] = "live",
+        outer_optimizer: Callable[..., Any] | None = None,
+    ) -> dict[str, Any]:
         """Return the model that the run has trained, after its newest round, as tensors by name.
 
         The model is read from the run's store alone, also while replicas train. Digests prove each object that is read.
@@ -311,10 +321,11 @@ class Run:
         Args:
             step: take the newest round at or before this step of the run. None: the newest. Rounds older than the
                 second newest snapshot are deleted.
+            rounds: take the newest round up to this number. None: the newest.
             name: the name of the DiLoCo, as given to `DiLoCo(name=…)`. Default "main".
-            more: any of three. `rounds` selects the newest round up to this number. `dtype` is "live", the default, for
-                the dtypes of the model, or "float32" for the averaged values. `outer_optimizer` is the run's own outer
-                optimizer, if the run has one: without it only snapshots are available.
+            dtype: "live", the default, for the dtypes of the model, or "float32" for the averaged values.
+            outer_optimizer: the run's own outer optimizer, as given to `DiLoCo(outer_optimizer=…)`. Without it, only
+                snapshots of such a run are available. None, the default: the run uses the usual one.
 
         Raises:
             RunNotFoundError: the run has no DiLoCo of this name.
@@ -327,9 +338,21 @@ class Run:
         """
         from executors.view.run_model import read_run_model
 
-        return dict(read_run_model(view_of(self), step=step, name=name, **more).tensors)
+        found = read_run_model(
+            view_of(self), step=step, name=name, rounds=rounds, dtype=dtype, outer_optimizer=outer_optimizer
+        )
+        return dict(found.tensors)
 
-    def save_model(self, path: str | Path, *, step: int | None = None, name: str = "main", **more: Any) -> Any:
+    def save_model(
+        self,
+        path: str | Path,
+        *,
+        step: int | None = None,
+        rounds: int | None = None,
+        name: str = "main",
+        dtype: Literal["live", "float32"] = "live",
+        outer_optimizer: Callable[..., Any] | None = None,
+    ) -> Any:
         """Write the model that the run has trained to a safetensors file. An existing file is replaced.
 
         Frozen parameters, and buffers that are not averaged, come from one replica. The file contains them if they are
@@ -338,8 +361,10 @@ class Run:
         Args:
             path: the path of the file.
             step: take the newest round at or before this step of the run. None: the newest round.
+            rounds: take the newest round up to this number. None: the newest.
             name: the name of the DiLoCo. Default "main".
-            more: the options `rounds`, `dtype` and `outer_optimizer`, as `model` describes them.
+            dtype: "live", the default, for the dtypes of the model, or "float32" for the averaged values.
+            outer_optimizer: the run's own outer optimizer, as `model` describes it. None, the default: the usual one.
 
         Returns: the content of the file, as `rounds`, `step`, `tensors`, `missing` (names of the model that the file
             does not have) and `notes`.
@@ -354,7 +379,9 @@ class Run:
         """
         from executors.view.run_model import save_run_model
 
-        return save_run_model(view_of(self), Path(path), step=step, name=name, **more)
+        return save_run_model(
+            view_of(self), Path(path), step=step, name=name, rounds=rounds, dtype=dtype, outer_optimizer=outer_optimizer
+        )
 
     def report(self, path: str | Path) -> Path:
         """Write the run, as it is now, as one self-contained HTML page; return the path of the page.
@@ -431,8 +458,14 @@ class Run:
         executor: str | ServerlessExecutor,
         n: int,
         *,
-        on_progress: Callable[[str], None] = no_progress,
-        **asked: Any,
+        gpu: str | None = None,
+        timeout: float | None = None,
+        secrets: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        detach: bool = False,
+        task_digest: str | None = None,
+        trust_bucket: bool = False,
+        on_progress: Callable[[str], None] | None = None,
     ) -> list[int]:
         """Start `n` more replicas of the run, on any backend that reaches its rendezvous; return their ranks.
 
@@ -444,14 +477,17 @@ class Run:
             executor: the name of a backend, or an executor. If the run was launched without code for other machines,
                 replicas on other machines get the code of this folder.
             n: how many replicas.
-            on_progress: called with a few words on the progress of the start, if it takes long. Default: nothing is
-                reported.
-            asked: any of these. `gpu` replaces the launch's GPU, and "" removes it. `timeout` replaces the launch's
-                timeout, in seconds. `secrets` replaces the launch's secrets, which only a backend of the launch
-                inherits. `env` gives the values of the launch again, because they are not recorded. `detach` lets the
-                replicas continue when this process ends. They also do so if the whole run was detached since its
-                launch, by leaving `replicas watch` or by a resume with `detach`. `task_digest` and `trust_bucket` are
-                for a run that another machine launched, as for `resume`.
+            gpu: the GPU of each replica, such as "H100:2". "" means none. None, the default: the launch's.
+            timeout: the time limit of each replica, in seconds. None, the default: the launch's.
+            secrets: the names of secrets. None, the default: the launch's, which only a backend of the launch inherits.
+            env: the environment variables of the launch, which are not recorded. None, the default: no variables.
+            detach: True: the replicas continue when this process ends. They also do so if the whole run was detached
+                since its launch, by leaving `replicas watch` or by a resume with `detach`. Default: False.
+            task_digest: the digest of the task of a run that another machine launched, as `replicas status` shows it
+                there. None, the default: this machine launched the run.
+            trust_bucket: True: start the task of such a run without its digest. Default: False.
+            on_progress: called with a few words on the progress of the start, if it takes long. None, the default:
+                nothing is reported.
 
         Raises:
             ValueError: the run has ended, or a value of its environment, or its key, is missing.
@@ -462,16 +498,22 @@ class Run:
         Example:
             new_ranks = attach("first-try").add("modal", 2, gpu="H100")
         """
-        return self._manager.add(executor, n, on_progress, **asked)
+        from executors.run.addition import AdditionRequest
 
-    def remove(self, on_progress: Callable[[str], None] = no_progress) -> None:
+        asked = AdditionRequest(
+            n=n, gpu=gpu, timeout=timeout, env=env, secrets=secrets, detach=detach, task_digest=task_digest,
+            trust_bucket=trust_bucket,
+        )  # fmt: skip
+        return self._manager.add(executor, asked, on_progress or no_progress)
+
+    def remove(self, on_progress: Callable[[str], None] | None = None) -> None:
         """Delete everything that the run left, on this machine and in its store.
 
         If an earlier removal was interrupted, this one finishes it.
 
         Args:
-            on_progress: called with a few words on the progress, if the removal takes long. Default: nothing is
-                reported.
+            on_progress: called with a few words on the progress, if the removal takes long. None, the default: nothing
+                is reported.
 
         Raises:
             RunExistsError: a replica still runs, or is about to be started.
@@ -480,7 +522,7 @@ class Run:
         Example:
             attach("first-try").remove()
         """
-        remove(view_of(self), on_progress)
+        remove(view_of(self), on_progress or no_progress)
 
 
 def view_of(run: Run) -> RunView:

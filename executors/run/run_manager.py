@@ -7,7 +7,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from executors.backend import JobsOfRun
 from executors.errors import BackendError, StoreError
@@ -26,6 +26,9 @@ from executors.store.parallel import within
 from executors.view.notebook import Display, in_notebook
 from executors.view.progress import View, open_view
 from executors.view.run_view import RunView
+
+if TYPE_CHECKING:  # most runs get no more replicas, so the module is imported when it is needed
+    from executors.run.addition import AdditionRequest
 
 UPDATE_S = 10.0  # the time that `add` waits for the store after its replicas were started
 
@@ -174,19 +177,18 @@ class RunManager:
         self._note_end()
 
     def add(
-        self, executor: str | ServerlessExecutor, n: int, on_progress: Callable[[str], None], **asked: Any
+        self, executor: str | ServerlessExecutor, asked: AdditionRequest, on_progress: Callable[[str], None]
     ) -> list[int]:
-        """Start `n` more replicas of the run; return their ranks. See `Run.add`.
+        """Start more replicas of the run; return their ranks. See `Run.add`.
 
         Args:
             executor: the name of a backend, or an executor.
-            n: how many replicas.
+            asked: the number of replicas, and the values that replace the launch's.
             on_progress: called with a few words on the progress of the start.
-            asked: the other options of `Run.add`.
         """
-        from executors.run.addition import AdditionRequest, add_replicas
+        from executors.run.addition import add_replicas
 
-        added = add_replicas(self.view, executor, AdditionRequest(n=n, **asked), on_progress)
+        added = add_replicas(self.view, executor, asked, on_progress)
         ranks = list(added.start_spec.ranks)
         try:
             if not added.start_spec.spec.settings.detach:

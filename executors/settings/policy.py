@@ -41,6 +41,7 @@ class Restarts:
     """How many charged restarts a replica has: in all, or in any `per_s` seconds. 0: only what is free."""
     _: KW_ONLY
     per_s: float | None = None
+    """The seconds over which `per_replica` counts. None: the whole run."""
     run: int | None = None
     """How many charged restarts the whole run has. None: only its replicas' own count."""
     reasons: Mapping[str, float] = field(default_factory=dict)

@@ -234,19 +234,21 @@ class Record:
         return cls(**given)
 
 
-def checked(check: Check[Any], *default: Any) -> Any:
+def checked(check: Check[Any], *default: Any, unit: str = "") -> Any:
     """Declare a field of a `Record`.
 
     Args:
         check: checks a value of the field.
         default: the value of a field that is missing. Without a default, the field is required.
+        unit: the unit of the value, for the reference. Default: the value has no unit.
 
     Example:
         step: int = checked(integer(0, 10**9), 0)
     """
+    metadata = {"check": check, "unit": unit}
     if not default:
-        return dataclasses.field(metadata={"check": check})
-    return dataclasses.field(default_factory=lambda: default[0], metadata={"check": check})
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default_factory=lambda: default[0], metadata=metadata)
 
 
 def nested(record: type[Record]) -> Check[Any]:

@@ -107,7 +107,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
             executor: the executor of the test.
             n: the number of replicas.
             asked: the other positional arguments of `launch_replicas`.
-            more: its keyword arguments.
+            more: the keyword arguments of `ServerlessExecutor.launch_replicas`.
         """
         handles: list[Any] = executor.launch_replicas(n, *asked, **more)
         for handle in handles:

@@ -46,7 +46,11 @@ class StoreRaces:
 
     @pytest.fixture
     def others(self, store: Store) -> Start:
-        """Return a function that starts another process with this store, and waits until the process is ready."""
+        """Return a function that starts another process with this store, and waits until the process is ready.
+
+        Args:
+            store: the store that the other process opens, too.
+        """
         if self.in_process:
             pytest.skip("this store lives in one process")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import diloco.outer
-from diloco import DiLoCo
+from diloco.outer import open_diloco
 from diloco.rendezvous.round import Limits
 from executors import current_replica
 from executors.store import open_store
@@ -38,8 +38,8 @@ def meet(url: str, n_elements: int, rounds: int, block_elements: int, at_once: b
     store._client.meta.events.register("before-send.s3", count)
     limits = Limits(small_bytes=0, block_elements=block_elements)
     found = []
-    with DiLoCo(
-        model, inner_steps=1_000_000, sync_buffers=False, store=store, run_id=replica.run_id, _limits=limits
+    with open_diloco(
+        model, inner_steps=1_000_000, sync_buffers=False, store=store, run_id=replica.run_id, limits=limits
     ) as d:
         for _ in range(rounds):
             with torch.no_grad():

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from diloco import DiLoCo
 from diloco.fragments import plan_fragments
 from diloco.live_parameters import live_tensors, pack
+from diloco.outer import open_diloco
 from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
@@ -76,7 +76,7 @@ def bytes_of_a_round(n_elements: int, block_elements: int, rounds: int) -> dict[
     def moved(options: Mapping[str, Any], where: Mapping[str, Any]) -> list[int]:
         model = flat(n_elements)
         found = []
-        with DiLoCo(model, inner_steps=1_000_000, sync_buffers=False, _limits=limits, **options, **where) as diloco:
+        with open_diloco(model, inner_steps=1_000_000, sync_buffers=False, limits=limits, **options, **where) as diloco:
             for _ in range(rounds):
                 with torch.no_grad():
                     model.get_parameter("flat").add_(0.001 * (where["rank"] + 1))

@@ -23,7 +23,7 @@ def count_together(sharded: bool) -> dict[str, Any]:
     """Add 1 to a separate parameter at each step, and average. The sum shows which steps were counted."""
     import torch
 
-    from diloco import DiLoCo
+    from diloco.outer import open_diloco
     from diloco.rendezvous.round import Limits
     from executors import current_replica
 
@@ -33,7 +33,9 @@ def count_together(sharded: bool) -> dict[str, Any]:
     limits = Limits(small_bytes=0 if sharded else 1 << 20, block_elements=BLOCK_ELEMENTS)
     plain: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "snapshot_every": 2}
     steps = 0
-    with DiLoCo(model, inner_steps=INNER_STEPS, total_steps=ROUNDS * INNER_STEPS, **plain, _limits=limits) as diloco:
+    with open_diloco(
+        model, inner_steps=INNER_STEPS, total_steps=ROUNDS * INNER_STEPS, **plain, limits=limits
+    ) as diloco:
         while diloco.rounds < ROUNDS:
             with torch.no_grad():
                 model.weight[0, rank] += 1.0

@@ -34,7 +34,7 @@ def train(folder: str) -> int:
     """
     import torch
 
-    from diloco import DiLoCo
+    from diloco.outer import open_diloco
     from diloco.rendezvous.round import Limits
     from executors.metrics import recorder
 
@@ -43,8 +43,8 @@ def train(folder: str) -> int:
     model = torch.nn.Linear(8, 1)
     limits = Limits(grace_s=2.0, takeover_after_s=0.5, round_timeout_s=60.0)
     total_steps = INNER_STEPS * N_ROUNDS
-    opened = DiLoCo(
-        model, inner_steps=INNER_STEPS, total_steps=total_steps, snapshot_every=2, same_data="allow", _limits=limits
+    opened = open_diloco(
+        model, inner_steps=INNER_STEPS, total_steps=total_steps, snapshot_every=2, same_data="allow", limits=limits
     )
     with opened as diloco:
         while diloco.inner_step < total_steps:

@@ -27,7 +27,7 @@ def train(
     """
     import torch
 
-    from diloco import DiLoCo
+    from diloco.outer import open_diloco
     from diloco.rendezvous.round import Limits
     from executors import current_replica
 
@@ -46,7 +46,7 @@ def train(
     closed = list(gates)
     # with a momentum of 0.9, the loss after so few rounds would depend on chance
     options = {"outer_momentum": 0.5, **options}
-    with DiLoCo(model, inner_steps=inner_steps, total_steps=steps, _limits=limits, **options) as diloco:
+    with open_diloco(model, inner_steps=inner_steps, total_steps=steps, limits=limits, **options) as diloco:
         diloco.attach_state("optimizer", optimizer)
         diloco.attach_state("data", data)
         for _ in diloco.steps():

@@ -25,7 +25,7 @@ import torch
 import torch._dynamo
 from servers.s3.server import CREDENTIALS, running_server
 
-from diloco import DiLoCo
+from diloco.outer import open_diloco
 from diloco.rendezvous.round import Limits
 from executors.store import open_store
 from executors.store.records import exists
@@ -124,7 +124,7 @@ def train(rank: int, url: str, test: Connection) -> dict[str, Any]:
     plain: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "snapshot_every": 2}
     waits, steps = True, INNER_STEPS * ROUNDS
     limits = Limits(grace_s=2.0, takeover_after_s=0.5)
-    with DiLoCo(model, inner_steps=INNER_STEPS, total_steps=steps, _limits=limits, **plain, **where) as diloco:
+    with open_diloco(model, inner_steps=INNER_STEPS, total_steps=steps, limits=limits, **plain, **where) as diloco:
         for _ in diloco.steps():
             if waits and diloco.rounds >= GATE:
                 test.recv()

@@ -15,6 +15,7 @@ from support.training import PLAIN, next_process, nudge, place
 from torch import nn
 
 from diloco import DiLoCo
+from diloco.outer import open_diloco
 from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.frames import Seal, SealedReplica
 from diloco.rendezvous.keys import Keys
@@ -54,8 +55,8 @@ def anchor_of(diloco: DiLoCo) -> float:
 
 def begin(store: Any, model: nn.Module, world_size: int = 1, **options: Any) -> DiLoCo:
     """Begin a replica that continues to train from its second step of four."""
-    given = {"inner_steps": 4, "overlap_steps": 2, "allow_no_rounds": True, "_limits": PATIENT, **PLAIN, **options}
-    return DiLoCo(model, **given, **place(store, world_size=world_size))
+    given = {"inner_steps": 4, "overlap_steps": 2, "allow_no_rounds": True, "limits": PATIENT, **PLAIN, **options}
+    return open_diloco(model, **given, **place(store, world_size=world_size))
 
 
 def steps(n: int, model: nn.Module, diloco: DiLoCo) -> list[Any]:
@@ -351,7 +352,7 @@ def test_a_replica_that_closes_while_the_others_continue_leaves_them_nothing_to_
     def body(where: Mapping[str, Any]) -> int:
         model = zeros()
         options: dict[str, Any] = {"inner_steps": 4, "overlap_steps": 2, "allow_no_rounds": True, "same_data": "allow"}
-        diloco = DiLoCo(model, **options, **PLAIN, **where, _limits=PATIENT)
+        diloco = open_diloco(model, **options, **PLAIN, **where, limits=PATIENT)
         steps(6 if where["rank"] else 20, model, diloco)
         diloco.close()
         return diloco.rounds

@@ -17,9 +17,9 @@ import torch
 from support.training import PLAIN, adam, leave, next_process, nudge, place
 from torch import nn
 
-from diloco import DiLoCo
 from diloco.attached_state import from_arrays, to_arrays
 from diloco.errors import ContributionError, FencedError, QuorumTimeoutError
+from diloco.outer import open_diloco
 from diloco.rendezvous.contribution import check_weight
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
@@ -48,7 +48,7 @@ class Trainer:
         self.data = np.random.default_rng(7 + where["rank"])
         self.shuffle = random.Random(3)
         defaults: dict[str, Any] = {"inner_steps": 4, "snapshot_every": 1, "outer_momentum": 0.5}
-        self.diloco = DiLoCo(self.model, **{**defaults, **options}, **where)
+        self.diloco = open_diloco(self.model, **{**defaults, **options}, **where)
         for name in ("optimizer", "schedule", "noise", "data", "shuffle"):
             self.diloco.attach_state(name, getattr(self, name))
 
@@ -184,22 +184,22 @@ SHARDED = replace(SMALL, small_bytes=0)
 def test_the_newest_round_that_is_damaged_is_named_within_the_grace(
     key: str, limits: Limits, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = died_after(12, snapshot_every=10, _limits=limits)
+    store = died_after(12, snapshot_every=10, limits=limits)
     rot(store, f"test/diloco/main/{key}")
     with pytest.raises(
         CorruptObjectError, match=rf"^Round 3 cannot be completed: test/diloco/main/{key} is damaged"
     ) as error:
-        Trainer(place(store), snapshot_every=10, _limits=limits)
+        Trainer(place(store), snapshot_every=10, limits=limits)
     assert "replicas resume test --from-snapshot" in str(error.value)
     assert caplog.messages == [f"test/diloco/main/{key} in memory:// was damaged in each of 3 readings."]
 
 
 def test_a_damaged_seal_is_waited_for_while_the_others_continue_from_it() -> None:
-    store = died_after(12, snapshot_every=10, _limits=SMALL)
+    store = died_after(12, snapshot_every=10, limits=SMALL)
     rot(store, "test/diloco/main/seal/2")
     store.put("test/diloco/main/seal/3", b"somebody had read it before it rotted")
     with pytest.raises(QuorumTimeoutError, match=r"^Round 3 cannot be completed: its seal \(test/diloco/main/seal/2\)"):
-        Trainer(place(store), snapshot_every=10, _limits=replace(SMALL, round_timeout_s=0.6))
+        Trainer(place(store), snapshot_every=10, limits=replace(SMALL, round_timeout_s=0.6))
 
 
 def test_a_listing_that_fails_costs_no_state() -> None:
@@ -238,7 +238,7 @@ def test_state_that_cannot_be_saved_is_refused_by_name_when_it_is_attached() -> 
 
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    with DiLoCo(nn.Linear(2, 2), **place(MemoryStore())) as diloco:
+    with open_diloco(nn.Linear(2, 2), **place(MemoryStore())) as diloco:
         with pytest.raises(TypeError, match=r"odd\['hooks'\]\[1\] is a builtin_function_or_method"):
             diloco.attach_state("odd", Odd())
         for dtype in (torch.complex64, torch.float8_e4m3fn):
@@ -255,10 +255,10 @@ def test_state_that_cannot_be_saved_is_refused_by_name_when_it_is_attached() -> 
 
 def test_a_newer_attempt_fences_the_older_one() -> None:
     store = MemoryStore()
-    older = DiLoCo(nn.Linear(2, 2), inner_steps=1, **place(store))
+    older = open_diloco(nn.Linear(2, 2), inner_steps=1, **place(store))
     older.step()
     next_process()
-    newer = DiLoCo(nn.Linear(2, 2), inner_steps=1, **place(store))
+    newer = open_diloco(nn.Linear(2, 2), inner_steps=1, **place(store))
     assert newer.rounds == 1
     with pytest.raises(
         FencedError, match="Attempt 0 of rank 0 in run 'test' ends, because attempt 1 of this rank has begun"
@@ -282,7 +282,7 @@ def test_a_process_that_joins_later_starts_from_a_snapshot_and_counts_from_its_s
         model = nn.Linear(2, 2)
         place_ = {**where, "world_size": 2, "rank": "join" if joins else where["rank"]}
         ranks = []
-        with DiLoCo(model, **options, **place_) as diloco:
+        with open_diloco(model, **options, **place_) as diloco:
             if joins:
                 assert diloco._model_state.rank == 2
                 assert diloco.rounds >= 7
@@ -342,7 +342,7 @@ def test_an_outer_state_that_is_more_than_tensors_and_json_takes_no_snapshots(
         "inner_steps": 1,
         "snapshot_every": 1,
     }
-    with DiLoCo(nn.Linear(2, 2), **options, **place(store)) as diloco:
+    with open_diloco(nn.Linear(2, 2), **options, **place(store)) as diloco:
         for _ in range(3):
             diloco.step()
     assert "writes no snapshots: outer/0['odd']" in caplog.text
@@ -355,7 +355,7 @@ def test_weights_weigh_and_may_be_the_tokens_of_the_round() -> None:
 
         def body(where: Mapping[str, Any], weight: Any = weight) -> float:
             model, rank = nn.Linear(1, 1, bias=False), where["rank"]
-            with DiLoCo(model, inner_steps=1, weight=weight(rank), **PLAIN, **where) as diloco:
+            with open_diloco(model, inner_steps=1, weight=weight(rank), **PLAIN, **where) as diloco:
                 start = diloco.anchor()["weight"].item()
                 nudge(model, [4.0, 8.0][rank])
                 diloco.step()
@@ -380,7 +380,7 @@ def test_a_weight_that_is_not_a_positive_number_is_refused() -> None:
     for value in values:
         with pytest.raises(ContributionError, match=refusal):
             asked(value)
-    diloco = DiLoCo(nn.Linear(1, 1), inner_steps=1, weight=lambda: 0.0, **place())
+    diloco = open_diloco(nn.Linear(1, 1), inner_steps=1, weight=lambda: 0.0, **place())
     with pytest.raises(ContributionError, match=refusal):
         diloco.step()
     leave(diloco)

@@ -18,6 +18,7 @@ from support.training import PLAIN, adam, leave, next_process, nudge, place
 from torch import nn
 
 from diloco import DiLoCo
+from diloco.outer import open_diloco
 from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.frames import Seal, SealedReplica
 from diloco.rendezvous.keys import Keys
@@ -58,7 +59,7 @@ def values_in(tensor: torch.Tensor) -> list[float]:
 def test_work_that_another_copy_s_replaces_is_not_in_the_live_parameters_any_more(late: Any) -> None:
     store = MemoryStore()
     model = zeros()
-    diloco = DiLoCo(model, inner_steps=1, late=late, **PLAIN, **place(store))
+    diloco = open_diloco(model, inner_steps=1, late=late, **PLAIN, **place(store))
     nudge(model, 1.0)
     mean = np.full(model.weight.numel(), -3.0, np.float32)  # a pseudo-gradient is anchor - live
     other = Seal({0: SealedReplica("another", 0, 1.0, "d" * 32)}, diloco._model_state.digest(0), 0, mean.tobytes())
@@ -76,7 +77,7 @@ def payload(value: float) -> memoryview:
 
 def test_if_a_part_of_the_work_is_dropped_the_rest_stays() -> None:
     model = zeros()
-    diloco = DiLoCo(model, inner_steps=1, **PLAIN, **place())
+    diloco = open_diloco(model, inner_steps=1, **PLAIN, **place())
     nudge(model, 4.0)
     diloco._model_state.hold(0, is_early=True)
     nudge(model, 1.0)
@@ -93,7 +94,7 @@ def test_the_part_of_restored_work_that_no_mean_contains_stays() -> None:
     ]  # fmt: skip
     for (verdict, stays), mix in itertools.product(verdicts, (0.0, 0.5)):
         model = zeros()
-        diloco = DiLoCo(model, inner_steps=1, mix=mix, **PLAIN, **place())
+        diloco = open_diloco(model, inner_steps=1, mix=mix, **PLAIN, **place())
         nudge(model, 2.0)
         diloco._model_state.resume(diloco._model_state.progress(), [verdict])
         assert values_in(model.weight) == [2.0 * (mix if stays is None else stays)], (verdict, mix)
@@ -103,12 +104,12 @@ def test_the_part_of_restored_work_that_no_mean_contains_stays() -> None:
 def test_what_a_seal_counted_after_a_state_was_kept_is_not_there_again_in_who_starts_from_it() -> None:
     died, gone_on, was_back = threading.Event(), threading.Event(), threading.Event()
     limits = Limits(grace_s=0.05, takeover_after_s=0.01)
-    options: dict[str, Any] = {"inner_steps": 4, "fragments": 2, "snapshot_every": 2, "_limits": limits, **PLAIN}
+    options: dict[str, Any] = {"inner_steps": 4, "fragments": 2, "snapshot_every": 2, "limits": limits, **PLAIN}
     options["same_data"] = "allow"
 
     def begin(where: Mapping[str, Any]) -> tuple[nn.Module, DiLoCo]:
         model = nn.Sequential(zeros(1), zeros(1))
-        diloco = DiLoCo(model, **options, **where)
+        diloco = open_diloco(model, **options, **where)
         diloco.attach_state("data", torch.Generator())
         return model, diloco
 
@@ -162,7 +163,7 @@ def test_close_applies_what_is_in_flight() -> None:
     def body(where: Mapping[str, Any]) -> tuple[int, float]:
         model = zeros()
         options: dict[str, Any] = {"inner_steps": 4, "overlap_steps": 2, "allow_no_rounds": True, **PLAIN}
-        diloco = DiLoCo(model, **options, **where, _limits=Limits(grace_s=NO_HURRY_S))
+        diloco = open_diloco(model, **options, **where, limits=Limits(grace_s=NO_HURRY_S))
         for _ in range(2):
             nudge(model, 1.0 + where["rank"])
             diloco.step()
@@ -177,7 +178,7 @@ def test_a_bye_whose_first_writes_fail_is_said_again() -> None:
     store = FaultyStore(MemoryStore(), seed=0)
     for nth in (1, 2, 3):
         store.fail_at("put", key="*/bye/*", count=nth, action="error")
-    DiLoCo(zeros(), **place(store)).close()
+    open_diloco(zeros(), **place(store)).close()
     assert len(store.log) == 3
     assert [entry.key for entry in store.list("test/diloco/main/bye/")] == [KEYS.bye(0, 0)]
 
@@ -194,7 +195,7 @@ def test_a_bit_that_flips_between_an_outer_step_and_the_copy_of_its_result_is_in
 ) -> None:
     store = FaultyStore(MemoryStore(), seed=0)
     model = zeros()
-    diloco = DiLoCo(model, inner_steps=1, snapshot_every=1, outer_optimizer=outer_optimizer, **place(store))
+    diloco = open_diloco(model, inner_steps=1, snapshot_every=1, outer_optimizer=outer_optimizer, **place(store))
 
     def flip() -> None:
         diloco._model_state.anchors[0].view(torch.int32)[5] ^= 1 << 20
@@ -215,7 +216,7 @@ def test_a_bit_that_flips_between_an_outer_step_and_the_copy_of_its_result_is_in
 def test_a_checkpoint_with_an_outer_optimizer_stays_as_it_was() -> None:
     next_process()
     model = nn.Linear(2, 2)
-    with DiLoCo(model, inner_steps=1, outer_optimizer=adam, **place()) as diloco:
+    with open_diloco(model, inner_steps=1, outer_optimizer=adam, **place()) as diloco:
 
         def train(rounds: int) -> None:
             for _ in range(rounds):

@@ -11,8 +11,8 @@ import torch
 from support.training import PLAIN, leave, nudge, place
 from torch import nn
 
-from diloco import DiLoCo
 from diloco.errors import DiLoCoError
+from diloco.outer import open_diloco
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
@@ -29,7 +29,7 @@ def test_a_straggler_fulfils_the_plan_and_adds_no_round_of_its_own() -> None:
         late = where["rank"] == 0
         model = nn.Linear(1, 1, bias=False)
         limits = Limits(grace_s=0.05, takeover_after_s=0.01)
-        with DiLoCo(model, inner_steps=1, total_steps=40, outer_momentum=0.5, **where, _limits=limits) as diloco:
+        with open_diloco(model, inner_steps=1, total_steps=40, outer_momentum=0.5, **where, limits=limits) as diloco:
             if late:
                 others_left.wait()
             while diloco.inner_step < 40:
@@ -54,7 +54,7 @@ def test_a_late_replica_is_in_phase_again_and_loses_nothing(is_far: bool) -> Non
         model = nn.Linear(1, 1, bias=False)
         late = where["rank"] == 1
         limits = Limits(grace_s=60.0 if late else 0.05, takeover_after_s=0.01)
-        with DiLoCo(model, inner_steps=1, total_steps=4, **PLAIN, **where, _limits=limits) as diloco:
+        with open_diloco(model, inner_steps=1, total_steps=4, **PLAIN, **where, limits=limits) as diloco:
             start = diloco.anchor()["weight"].item()
             # otherwise the late replica would come after the first rounds, and would be out of phase from its start
             both_here.wait()
@@ -86,7 +86,7 @@ def test_a_late_replica_is_in_phase_again_and_loses_nothing(is_far: bool) -> Non
 def trained(where: Mapping[str, Any], steps: int, **options: Any) -> tuple[int, dict[str, torch.Tensor], nn.Module]:
     own = torch.Generator().manual_seed(where["rank"])
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
-    with DiLoCo(model, total_steps=steps, **options, **where) as diloco:
+    with open_diloco(model, total_steps=steps, **options, **where) as diloco:
         while diloco.inner_step < steps:
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -124,7 +124,7 @@ def test_training_without_a_single_round_fails_and_reports_the_reason() -> None:
     def body(where: Mapping[str, Any]) -> str:
         model = nn.Linear(1, 1)
         try:
-            with DiLoCo(model, **where) as diloco:
+            with open_diloco(model, **where) as diloco:
                 for _ in range(400):
                     diloco.step()
         except DiLoCoError as error:
@@ -139,9 +139,9 @@ def test_training_without_a_single_round_fails_and_reports_the_reason() -> None:
 
 def test_training_without_a_round_is_fine_where_it_is_asked_for_and_where_nothing_was_trained() -> None:
     def body(where: Mapping[str, Any]) -> None:
-        with DiLoCo(nn.Linear(1, 1), allow_no_rounds=True, **where) as diloco:
+        with open_diloco(nn.Linear(1, 1), allow_no_rounds=True, **where) as diloco:
             diloco.step()
-        with DiLoCo(nn.Linear(1, 1), name="other", **where):
+        with open_diloco(nn.Linear(1, 1), name="other", **where):
             pass
 
     run_replicas(2, body)
@@ -149,7 +149,7 @@ def test_training_without_a_round_is_fine_where_it_is_asked_for_and_where_nothin
 
 def test_an_error_in_the_body_is_the_one_that_is_reported() -> None:
     def body(where: Mapping[str, Any]) -> None:
-        with DiLoCo(nn.Linear(1, 1), **where) as diloco:
+        with open_diloco(nn.Linear(1, 1), **where) as diloco:
             diloco.step()
             raise ZeroDivisionError
 
@@ -159,7 +159,7 @@ def test_an_error_in_the_body_is_the_one_that_is_reported() -> None:
 
 def test_steps_that_are_in_no_average_are_counted_in_a_warning() -> None:
     def body(where: Mapping[str, Any]) -> str:
-        diloco = DiLoCo(nn.Linear(1, 1), inner_steps=10, **where)
+        diloco = open_diloco(nn.Linear(1, 1), inner_steps=10, **where)
         for _ in range(25):
             diloco.step()
         try:
@@ -180,7 +180,7 @@ def test_a_loop_that_ends_before_the_run_is_warned_of_with_the_remedy(made: int,
     """
 
     def body(where: Mapping[str, Any]) -> str:
-        diloco = DiLoCo(nn.Linear(1, 1), inner_steps=10, total_steps=40, **where)
+        diloco = open_diloco(nn.Linear(1, 1), inner_steps=10, total_steps=40, **where)
         for _ in range(made if where["rank"] else 40):
             diloco.step()
         try:
@@ -200,8 +200,8 @@ def test_a_loop_that_ends_before_the_run_is_warned_of_with_the_remedy(made: int,
 def test_steps_in_no_average_cause_a_warning_also_if_others_joined_a_run_of_one() -> None:
     where = place()
     model = nn.Linear(1, 1)
-    first = DiLoCo(model, inner_steps=2, **PLAIN, **where)
-    joiner = DiLoCo(nn.Linear(1, 1), inner_steps=2, **PLAIN, **{**where, "rank": "join"})
+    first = open_diloco(model, inner_steps=2, **PLAIN, **where)
+    joiner = open_diloco(nn.Linear(1, 1), inner_steps=2, **PLAIN, **{**where, "rank": "join"})
     for _ in range(3):
         nudge(model, 1.0)
         first.step()
@@ -212,10 +212,10 @@ def test_steps_in_no_average_cause_a_warning_also_if_others_joined_a_run_of_one(
 
 def test_a_second_diloco_of_the_same_name_is_refused_while_the_first_is_open() -> None:
     where = place()
-    with DiLoCo(nn.Linear(2, 2), **where):
+    with open_diloco(nn.Linear(2, 2), **where):
         with pytest.raises(DiLoCoError, match=r"named 'main' is open in this replica already.*name="):
-            DiLoCo(nn.Linear(2, 2), **where)
-        with DiLoCo(nn.Linear(3, 3), name="other", **where):
+            open_diloco(nn.Linear(2, 2), **where)
+        with open_diloco(nn.Linear(3, 3), name="other", **where):
             pass
 
 
@@ -224,7 +224,7 @@ def test_rounds_that_were_asked_for_are_the_next_planned_ones_and_the_last_is_at
     overlap_steps: Any,
 ) -> None:
     model = nn.Linear(1, 1, bias=False)
-    with DiLoCo(model, inner_steps=8, total_steps=40, overlap_steps=overlap_steps, **PLAIN, **place()) as diloco:
+    with open_diloco(model, inner_steps=8, total_steps=40, overlap_steps=overlap_steps, **PLAIN, **place()) as diloco:
         steps = 0
         while diloco.inner_step < 40 and steps < 100:
             nudge(model, 1.0)

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from xxhash import xxh3_128
 
-from diloco import DiLoCo
+from diloco.outer import open_diloco
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
 
 SHARDED = Limits(small_bytes=0, block_elements=250)
 DIGESTS: dict[str, tuple[dict[str, Any], str]] = {
     "in the seal": ({}, "5bbecba1118746c5e8d82bd3c8ebbb15"),
-    "in shards": ({"_limits": SHARDED}, "5bbecba1118746c5e8d82bd3c8ebbb15"),
+    "in shards": ({"limits": SHARDED}, "5bbecba1118746c5e8d82bd3c8ebbb15"),
     "fragments, mixed": ({"fragments": 2, "mix": 0.25}, "1c1a8a22f123f0f082454c248c1e7f3c"),
-    "bf16 model": ({"dtype": torch.bfloat16, "_limits": SHARDED}, "d5dc27ed4a9bbb915bea989da5b04b4e"),
+    "bf16 model": ({"dtype": torch.bfloat16, "limits": SHARDED}, "d5dc27ed4a9bbb915bea989da5b04b4e"),
 }
 
 
@@ -38,7 +38,7 @@ def test_a_run_of_fp32_has_the_same_bits_as_before(case: str) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.from_numpy(np.random.default_rng(parameter.numel()).normal(size=parameter.shape)))
-        with DiLoCo(model, weight=1.0 + where["rank"], **options, **where) as diloco:
+        with open_diloco(model, weight=1.0 + where["rank"], **options, **where) as diloco:
             for _ in range(12):
                 with torch.no_grad():
                     for parameter in model.parameters():

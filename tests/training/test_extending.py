@@ -14,8 +14,8 @@ from support import decoder
 from support.training import nudge
 from torch import nn
 
-from diloco import DiLoCo
 from diloco.errors import ContributionError, DiLoCoError
+from diloco.outer import open_diloco
 from diloco.rendezvous.extension import check_extension
 from diloco.rendezvous.phase import RoundPlan
 from diloco.settings import SHORT_PLAN_OUTER
@@ -53,7 +53,7 @@ class Attempt:
         torch.manual_seed(0)
         self.replica = replica
         self.model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
-        self.diloco = DiLoCo(self.model, **{**OPTIONS, **options})
+        self.diloco = open_diloco(self.model, **{**OPTIONS, **options})
         self.rounds_at: dict[int, int] = {}
         """By step, how many rounds there were after it."""
 
@@ -192,7 +192,7 @@ def test_an_order_that_a_replica_cannot_follow_is_a_warning_and_another_one_stil
         wrong.diloco.close()
     extend(store, total_steps=16)
     assert Attempt(store, 2, total_steps=8).train().diloco.inner_step == 16
-    trainer = Attempt(store, 3, total_steps=8, _is_trainers=True)
+    trainer = Attempt(store, 3, total_steps=8, is_trainers=True)
     assert "launch … --from RUN" in caplog.records[-1].getMessage()
     trainer.die()
 

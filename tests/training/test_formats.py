@@ -14,21 +14,21 @@ import torch
 from support import decoder
 from torch import nn
 
-from diloco import DiLoCo
+from diloco.outer import open_diloco
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
 from executors.store.file import FileStore
 
 SHARDED = Limits(small_bytes=0, block_elements=600)
 RUNS: dict[str, dict[str, Any]] = {
-    "fp32": {"_limits": SHARDED},
-    "bf16": {"wire": "bf16", "_limits": SHARDED, "outer_momentum": 0.0},
-    "int8, means int8": {"wire": "int8", "_limits": SHARDED},
-    "int4, means int8": {"wire": "int4", "_limits": SHARDED, "fragments": 2},
-    "int8, means fp32": {"wire": "int8", "mean_wire": "fp32", "_limits": SHARDED},
+    "fp32": {"limits": SHARDED},
+    "bf16": {"wire": "bf16", "limits": SHARDED, "outer_momentum": 0.0},
+    "int8, means int8": {"wire": "int8", "limits": SHARDED},
+    "int4, means int8": {"wire": "int4", "limits": SHARDED, "fragments": 2},
+    "int8, means fp32": {"wire": "int8", "mean_wire": "fp32", "limits": SHARDED},
     "int8 in the seal": {"wire": "int8", "fragments": 2, "total_steps": 12},
-    "int4 in the seal": {"wire": "int4", "mean_wire": "int4", "_limits": Limits(block_elements=600)},
-    "signed": {"wire": "int8", "key": b"the key of a run", "_limits": SHARDED},
+    "int4 in the seal": {"wire": "int4", "mean_wire": "int4", "limits": Limits(block_elements=600)},
+    "signed": {"wire": "int8", "key": b"the key of a run", "limits": SHARDED},
     "signed, in the seal": {"key": b"the key of a run"},
 }
 
@@ -55,7 +55,7 @@ def train(options: Mapping[str, Any], where: Mapping[str, Any]) -> dict[int, byt
     rng = np.random.default_rng(where["rank"])
     buffers = dict(model.named_buffers())
     found = {}
-    with DiLoCo(model, weight=1.0 + where["rank"], **options, **where) as diloco:
+    with open_diloco(model, weight=1.0 + where["rank"], **options, **where) as diloco:
         diloco.attach_state("generator", torch.Generator())
         for _ in range(12):
             with torch.no_grad():
@@ -74,7 +74,7 @@ def test_every_object_of_a_run_is_read_and_every_mean_and_anchor_computed_again(
     anchors = run_replicas(3, lambda where: train(options, where), store=Keeping(tmp_path))
     root = tmp_path / "test" / "diloco" / "main"
     objects = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-    limits = options.get("_limits", Limits())
+    limits = options.get("limits", Limits())
     proof = decoder.Proof(options.get("key"), "test/diloco/main/")
     run = decoder.Run(objects, limits.block_elements, proof)
     found = {}

@@ -13,6 +13,7 @@ from support.training import PLAIN, leave, next_process, nudge
 from torch import nn
 
 from diloco import DiLoCo
+from diloco.outer import open_diloco
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
 from executors.store import Store
@@ -88,7 +89,7 @@ def test_what_is_in_the_live_parameters_and_not_in_the_anchor_is_what_no_mean_ha
         for parameter in model.parameters():
             nn.init.zeros_(parameter)
         given = {"inner_steps": 4, "mean_wire": "fp32", "same_data": "allow", "snapshot_every": 1, **PLAIN, **options}
-        diloco = DiLoCo(model, **given, **{**where, "store": store}, _limits=LIMITS)
+        diloco = open_diloco(model, **given, **{**where, "store": store}, limits=LIMITS)
         check_what_is_kept(diloco)
         was_out = []
         for step in range(60):

@@ -14,8 +14,8 @@ import torch
 from support.training import PLAIN, leave, next_process, nudge, place
 from torch import nn
 
-from diloco import DiLoCo
 from diloco.errors import DiLoCoError, QuorumTimeoutError
+from diloco.outer import open_diloco
 from diloco.rendezvous.envelope import UNSIGNED, unframe
 from diloco.rendezvous.frames import Contribution, MeanHead, Seal, digests_of, head_bytes
 from diloco.rendezvous.keys import Keys
@@ -56,7 +56,7 @@ def test_the_rounding_error_of_a_wire_is_sent_with_a_later_contribution(wire: st
 
     def body(where: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         model = zeros()
-        with DiLoCo(model, inner_steps=1, wire=wire, mean_wire="fp32", **PLAIN, **where, _limits=limits) as diloco:
+        with open_diloco(model, inner_steps=1, wire=wire, mean_wire="fp32", **PLAIN, **where, limits=limits) as diloco:
             for _ in range(rounds):
                 nudge(model, uneven(1.0 + where["rank"]))
                 report = diloco.step()
@@ -78,7 +78,7 @@ def test_the_rounding_error_of_a_wire_is_sent_with_a_later_contribution(wire: st
 @pytest.mark.parametrize("wire", LOSSY)
 def test_the_share_that_a_wire_leaves_out_of_large_work_is_known(wire: str) -> None:
     """The square of the work does not fit into a float32."""
-    with DiLoCo(model := zeros(), inner_steps=1, wire=wire, **PLAIN, **place()) as diloco:
+    with open_diloco(model := zeros(), inner_steps=1, wire=wire, **PLAIN, **place()) as diloco:
         nudge(model, uneven(1e25))
         report = diloco.step()
     assert report is not None
@@ -90,7 +90,7 @@ def test_the_share_that_a_wire_leaves_out_of_large_work_is_known(wire: str) -> N
 def test_a_planned_run_ends_with_one_model(wire: str) -> None:
     def body(where: Mapping[str, Any]) -> bytes:
         model = zeros()
-        with DiLoCo(model, inner_steps=2, total_steps=4, wire=wire, **where) as diloco:
+        with open_diloco(model, inner_steps=2, total_steps=4, wire=wire, **where) as diloco:
             for _ in range(4):
                 nudge(model, uneven(1.0 + where["rank"]))
                 diloco.step()
@@ -102,7 +102,7 @@ def test_a_planned_run_ends_with_one_model(wire: str) -> None:
 
 def test_of_the_rest_as_much_is_kept_as_is_to_be_kept_of_the_live_value() -> None:
     model = zeros()
-    with DiLoCo(model, inner_steps=1, wire="int8", mean_wire="fp32", mix=0.5, **PLAIN, **place()) as diloco:
+    with open_diloco(model, inner_steps=1, wire="int8", mean_wire="fp32", mix=0.5, **PLAIN, **place()) as diloco:
         nudge(model, uneven())
         live = model.weight.detach().clone()
         diloco.step()
@@ -113,7 +113,7 @@ def test_of_the_rest_as_much_is_kept_as_is_to_be_kept_of_the_live_value() -> Non
 
 def test_a_model_of_bf16_keeps_what_it_can_of_the_rest() -> None:
     model = zeros(dtype=torch.bfloat16)
-    with DiLoCo(model, inner_steps=1, wire="int8", mean_wire="fp32", **PLAIN, **place()) as diloco:
+    with open_diloco(model, inner_steps=1, wire="int8", mean_wire="fp32", **PLAIN, **place()) as diloco:
         for _ in range(30):
             nudge(model, uneven().bfloat16())
             diloco.step()
@@ -145,7 +145,7 @@ def test_the_rounding_error_of_a_wire_is_the_same_with_and_without_held_work(wir
             "sync_buffers": wire == "bf16",
             "background": background,
         }
-        with DiLoCo(model, inner_steps=2, _limits=SHARDED, **options, **where) as diloco:
+        with open_diloco(model, inner_steps=2, limits=SHARDED, **options, **where) as diloco:
             work = torch.Generator().manual_seed(1 + where["rank"])
             for _ in range(8):
                 for tensor in (*model.parameters(), model.get_buffer("1.running_var")):
@@ -171,7 +171,7 @@ def test_parameters_that_are_tied_by_their_data_are_stepped_once(wire: str) -> N
     model = nn.ParameterList([nn.Parameter(torch.zeros(600)), nn.Parameter(torch.zeros(600))])
     model[1].data = model[0].data
     options: dict[str, Any] = {"wire": wire, "outer_lr": 0.5, "outer_momentum": 0.0}
-    with DiLoCo(model, inner_steps=1, _limits=SHARDED, **options, **place()) as diloco:
+    with open_diloco(model, inner_steps=1, limits=SHARDED, **options, **place()) as diloco:
         for _ in range(3):
             with torch.no_grad():
                 model[0] += 1.0
@@ -185,7 +185,7 @@ def test_the_process_that_interrupts_a_step_finds_each_live_value_before_or_afte
     def trained(*, stopped: bool) -> tuple[torch.Tensor, torch.Tensor]:
         model = zeros()
         options: dict[str, Any] = {"wire": "int4", "mean_wire": "fp32", "outer_lr": 0.5, "outer_momentum": 0.0}
-        diloco = DiLoCo(model, inner_steps=1, _limits=SHARDED, **options, **place())
+        diloco = open_diloco(model, inner_steps=1, limits=SHARDED, **options, **place())
         nudge(model, torch.linspace(1, 2, 1000))
         before = model.weight.detach().clone()
         with monkeypatch.context() as patch:
@@ -217,7 +217,7 @@ def test_a_contribution_of_another_wire_is_unreadable(sharded: bool) -> None:
     store = MemoryStore()
     limits = Limits(small_bytes=0 if sharded else 1 << 20, block_elements=300, grace_s=0.05, takeover_after_s=0.01)
     model = zeros()
-    with DiLoCo(model, inner_steps=1, **PLAIN, **place(store, 0, 2), _limits=limits) as diloco:
+    with open_diloco(model, inner_steps=1, **PLAIN, **place(store, 0, 2), limits=limits) as diloco:
         payload = np.ones(1000, np.float32).tobytes()
         store.put(KEYS.claim(1, 0), b'{"nonce": "other"}')
         anchor = diloco._model_state.digest(0)
@@ -238,7 +238,7 @@ def test_a_round_without_quorum_names_the_contributions_that_were_forged(caplog:
     store, limits = MemoryStore(), Limits(grace_s=0.05, round_timeout_s=0.3, takeover_after_s=0.0)
     for rank in (0, 1):
         store.put(f"test/diloco/main/r0/contribution/{rank}", b"forged")
-    diloco = DiLoCo(nn.Linear(2, 2), inner_steps=1, **{**place(store), "world_size": 3}, _limits=limits)
+    diloco = open_diloco(nn.Linear(2, 2), inner_steps=1, **{**place(store), "world_size": 3}, limits=limits)
     with pytest.raises(QuorumTimeoutError) as caught:
         diloco.step()
     leave(diloco)
@@ -261,7 +261,7 @@ def test_a_mean_of_another_wire_is_not_stepped_with() -> None:
         assert store.put_if_absent(KEYS.mean(0, 0), head + payload)
 
     store.fail_at("put_if_absent", key="*/r0/mean/0", before=forge)
-    with DiLoCo(model, inner_steps=1, **PLAIN, **place(store), _limits=limits) as diloco:
+    with open_diloco(model, inner_steps=1, **PLAIN, **place(store), limits=limits) as diloco:
         nudge(model, 1.0)
         report = diloco.step()
         assert report is not None
@@ -280,7 +280,7 @@ def test_heads_name_the_wire_and_the_steps() -> None:
         next_process()
         where = {**place(store), "run_id": wire}
         model = zeros()
-        with DiLoCo(model, inner_steps=3, wire=wire, **PLAIN, **where, _limits=SHARDED) as diloco:
+        with open_diloco(model, inner_steps=3, wire=wire, **PLAIN, **where, limits=SHARDED) as diloco:
             for _ in range(3):
                 nudge(model, uneven())
                 diloco.step()

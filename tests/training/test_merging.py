@@ -14,6 +14,7 @@ from support.training import PLAIN, leave, next_process, nudge, place
 from torch import nn
 
 from diloco import DiLoCo
+from diloco.outer import open_diloco
 from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.frames import Seal, SealedReplica
 from diloco.rendezvous.keys import Keys
@@ -83,7 +84,7 @@ def test_live_parameters_are_what_the_formula_says(wire: str, merge: str, mix: f
         model = nn.Linear(N, 1, bias=False)
         nn.init.zeros_(model.weight)
         options: dict[str, Any] = {"merge": merge, "mix": mix, "wire": wire, "mean_wire": "fp32", **PLAIN}
-        diloco = DiLoCo(model, inner_steps=5, overlap_steps=overlap, **options, **where, _limits=LIMITS)
+        diloco = open_diloco(model, inner_steps=5, overlap_steps=overlap, **options, **where, limits=LIMITS)
         for move in steps_of(where["rank"], 20):
             nudge(model, torch.from_numpy(move))
             report = diloco.step()
@@ -129,7 +130,7 @@ def test_the_thread_changes_no_bit(case: str) -> None:
                 nn.init.constant_(parameter, 0.5)
             seen = []
             options_ = {"inner_steps": 4, **options}
-            diloco = DiLoCo(model, background=background, weight=1.0 + where["rank"], **options_, **where)
+            diloco = open_diloco(model, background=background, weight=1.0 + where["rank"], **options_, **where)
             for move in steps_of(where["rank"], 20, 1):
                 nudge(model, torch.from_numpy(move).to(dtype))
                 diloco.step()
@@ -166,7 +167,7 @@ def test_work_that_waits_too_long_is_given_up_once_and_with_a_warning(
     store, model = MemoryStore(), nn.Linear(4, 1, bias=False)
     nn.init.zeros_(model.weight)
     options: dict[str, Any] = {"inner_steps": 1, "carry_rounds": carry_rounds, "late": "carry", **PLAIN}
-    diloco = DiLoCo(model, **options, **place(store, world_size=2), _limits=Limits(grace_s=1e6))
+    diloco = open_diloco(model, **options, **place(store, world_size=2), limits=Limits(grace_s=1e6))
     nudge(model, 1.0)
     if at_once:
         leave_out(store, diloco, range(12))
@@ -194,7 +195,7 @@ def test_a_late_replica_that_sees_the_end_in_the_midst_of_a_step_is_at_the_run_s
     """A schedule that follows the run is at that step, too. It may refuse one more step."""
     store, model = MemoryStore(), nn.Linear(4, 1, bias=False)
     options: dict[str, Any] = {"inner_steps": 2, "total_steps": 4, "carry_rounds": None, **PLAIN}
-    diloco = DiLoCo(model, **options, **place(store, world_size=2), _limits=Limits(grace_s=1e6))
+    diloco = open_diloco(model, **options, **place(store, world_size=2), limits=Limits(grace_s=1e6))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
     diloco.attach_state("optimizer", optimizer)
@@ -215,7 +216,7 @@ def test_work_that_was_sent_for_an_entry_that_was_jumped_over_goes_with_the_next
 ) -> None:
     model = nn.Linear(4, 4, bias=False)
     nn.init.zeros_(model.weight)
-    diloco = DiLoCo(model, **PLAIN, **place(), inner_steps=2, wire=wire, background=background)
+    diloco = open_diloco(model, **PLAIN, **place(), inner_steps=2, wire=wire, background=background)
     state = diloco._model_state
     nudge(model, 1.0)
     state.hold(0, is_early=True)
@@ -238,10 +239,10 @@ def test_steps_that_are_dropped_while_a_replica_starts_again_are_counted_and_exp
     store = MemoryStore()
     options: dict[str, Any] = {"inner_steps": 1, "carry_rounds": 1, "late": "carry", **PLAIN}
     limits = Limits(grace_s=1e6)
-    leave(DiLoCo(nn.Linear(4, 1, bias=False), **options, **place(store, world_size=2), _limits=limits))
+    leave(open_diloco(nn.Linear(4, 1, bias=False), **options, **place(store, world_size=2), limits=limits))
     next_process()
     model = nn.Linear(4, 1, bias=False)
-    diloco = DiLoCo(model, **options, **place(store, world_size=2), _limits=limits)
+    diloco = open_diloco(model, **options, **place(store, world_size=2), limits=limits)
     nudge(model, 1.0)
     leave_out(store, diloco, range(4))
     while diloco.rounds < 4:

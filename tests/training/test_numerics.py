@@ -15,8 +15,8 @@ import torch
 from support.training import PLAIN, leave, next_process, nudge, place
 from torch import nn
 
-from diloco import DiLoCo
 from diloco.fragments import Fragment
+from diloco.outer import open_diloco
 from diloco.outer_optimizer import NesterovSGD, Schedule
 from diloco.rendezvous.round import Limits
 from diloco.rendezvous.training_state import Verdict
@@ -105,7 +105,7 @@ def train(where: Mapping[str, Any], steps: int, **options: Any) -> tuple[dict[st
     model = ThreeLayers(where["rank"])
     optimizer = torch.optim.SGD(model.parameters(), INNER_LR)
     history = []
-    with DiLoCo(model, **options, **where) as diloco:
+    with open_diloco(model, **options, **where) as diloco:
         for step in range(1, steps + 1):
             inner_step(model, optimizer, where["rank"], step)
             if diloco.step() is not None:
@@ -140,7 +140,7 @@ def agree_with_the_papers(n: int, n_fragments: int, tau: int, mix: float, *, nes
             fragments=groups,
             overlap_steps=tau,
             mix=mix,
-            _limits=SHARDED if (n + tau) % 2 else None,
+            limits=SHARDED if (n + tau) % 2 else None,
             **options,
         ),
     )
@@ -171,7 +171,7 @@ def test_the_outer_step_is_that_of_torch_sgd_with_nesterov() -> None:
     def body(where: Mapping[str, Any]) -> torch.Tensor:
         model = nn.Module()
         model.p = nn.Parameter(torch.zeros(300_000))
-        with DiLoCo(model, inner_steps=1, **PAPER, **where) as diloco:
+        with open_diloco(model, inner_steps=1, **PAPER, **where) as diloco:
             for step in pulls:
                 with torch.no_grad():
                     model.get_parameter("p").sub_(step)
@@ -194,7 +194,7 @@ def constant_pull() -> list[float]:
     def body(where: Mapping[str, Any]) -> list[float]:
         model = nn.Linear(1, 1, bias=False)
         moves = []
-        with DiLoCo(model, inner_steps=1, **PAPER, **where) as diloco:
+        with open_diloco(model, inner_steps=1, **PAPER, **where) as diloco:
             for _ in range(60):
                 before = diloco.anchor()["weight"].item()
                 with torch.no_grad():
@@ -215,7 +215,7 @@ def test_alone_with_eta_one_and_no_momentum_it_is_plain_training() -> None:
     def body(where: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         model = ThreeLayers(0)
         inner = torch.optim.AdamW(model.parameters(), 0.01)
-        with DiLoCo(model, inner_steps=3, outer_lr=1.0, outer_momentum=0.0, **where) as diloco:
+        with open_diloco(model, inner_steps=3, outer_lr=1.0, outer_momentum=0.0, **where) as diloco:
             for step in range(1, 31):
                 inner_step(model, inner, 0, step)
                 diloco.step()
@@ -246,7 +246,7 @@ def test_the_anchor_is_float32_on_the_cpu_whatever_torch_makes_by_default(
         # the second attempt continues with the saved state of the first
         for model, n_steps in zip(models, (5, 4), strict=True):
             next_process()
-            diloco = DiLoCo(model, inner_steps=2, snapshot_every=1, **options, **place(store))
+            diloco = open_diloco(model, inner_steps=2, snapshot_every=1, **options, **place(store))
             diloco.attach_state("generator", torch.Generator())
             for _ in range(n_steps):
                 nudge(model, 0.25)
@@ -272,7 +272,7 @@ def test_the_loss_falls() -> None:
         truth = torch.tensor([[1.0], [-2.0], [3.0], [0.5]])
         optimizer = torch.optim.SGD(model.parameters(), 0.02)
         losses = []
-        with DiLoCo(model, inner_steps=5, **where) as diloco:
+        with open_diloco(model, inner_steps=5, **where) as diloco:
             for _ in range(100):
                 x = torch.randn(16, 4, generator=draw)
                 loss = nn.functional.mse_loss(model(x), x @ truth)
@@ -291,7 +291,7 @@ def test_work_that_no_seal_counted_stays_in_the_live_parameters_unless_it_is_dro
     late: Any
     for late, kept in (("carry", 1.0), ("drop", 0.0)):
         model = nn.Linear(2, 1, bias=False)
-        with DiLoCo(model, inner_steps=1, late=late, **PLAIN, **place()) as diloco:
+        with open_diloco(model, inner_steps=1, late=late, **PLAIN, **place()) as diloco:
             start = diloco.anchor()["weight"]
             nudge(model, 1.0)
             mean = torch.full((2,), -0.25).numpy().data.cast("B")

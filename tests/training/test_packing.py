@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from support.training import next_process, place
 from torch import Tensor, nn
 
-from diloco import DiLoCo
 from diloco.errors import ContributionError
 from diloco.fragments import Fragment, plan_fragments
 from diloco.live_parameters import has_moved, live_tensors, pack
+from diloco.outer import open_diloco
 from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.frames import digests_of
 from diloco.rendezvous.retrying_store import THREADS, ParallelMap
@@ -156,8 +156,8 @@ def anchors_after(store: Store, n: int, rounds: int, wire: str) -> list[bytes]:
         model = nn.Linear(300, 7)
         torch.nn.init.constant_(model.weight, 0.5)
         torch.nn.init.zeros_(model.bias)
-        with DiLoCo(
-            model, inner_steps=1, wire=wire, _limits=Limits(small_bytes=0, block_elements=250), **where
+        with open_diloco(
+            model, inner_steps=1, wire=wire, limits=Limits(small_bytes=0, block_elements=250), **where
         ) as diloco:
             for number in range(rounds):
                 with torch.no_grad():
@@ -181,7 +181,7 @@ def test_streaming_reading_at_once_and_neither_lead_to_the_same_anchor(wire: str
 def test_what_is_sent_early_is_kept_as_a_whole_beside_the_memory_of_a_shard(tmp_path: Path) -> None:
     limits, written = Limits(small_bytes=0, block_elements=250), bytearray()
     next_process()
-    diloco = DiLoCo(nn.Linear(300, 7), _limits=limits, **place(FileStore(tmp_path), world_size=3))
+    diloco = open_diloco(nn.Linear(300, 7), limits=limits, **place(FileStore(tmp_path), world_size=3))
     state = diloco._model_state
     taken = state._memory.nbytes
     packed = state.pack(0, written.extend)

@@ -9,6 +9,7 @@ from support.training import PLAIN, leave, next_process, nudge
 from torch import nn
 
 from diloco import DiLoCo
+from diloco.outer import open_diloco
 from executors.replica import Replica, set_current_replica
 from executors.replica.shared_page import SharedPage
 from executors.status import Progress
@@ -48,7 +49,7 @@ def train(diloco: DiLoCo, model: nn.Module, steps: int) -> None:
 
 def test_a_loop_that_reports_nothing_has_a_step_and_a_total(replica: Replica) -> None:
     model = nn.Linear(2, 1)
-    diloco = DiLoCo(model, inner_steps=4, total_steps=8, **PLAIN)
+    diloco = open_diloco(model, inner_steps=4, total_steps=8, **PLAIN)
     train(diloco, model, 3)
     assert replica.reported["step"] == 3
     assert replica.page is not None
@@ -61,7 +62,7 @@ def test_a_loop_that_reports_nothing_has_a_step_and_a_total(replica: Replica) ->
 
 def test_a_loss_is_kept_with_the_step_that_it_was_reported_at(replica: Replica) -> None:
     model = nn.Linear(2, 1)
-    diloco = DiLoCo(model, inner_steps=4, **PLAIN)
+    diloco = open_diloco(model, inner_steps=4, **PLAIN)
     for step in (1, 2):
         train(diloco, model, 1)
         replica.report(loss=1 / step)
@@ -71,7 +72,7 @@ def test_a_loss_is_kept_with_the_step_that_it_was_reported_at(replica: Replica) 
 
 def test_the_steps_that_a_script_reports_replace_those_of_diloco(replica: Replica) -> None:
     model = nn.Linear(2, 1)
-    diloco = DiLoCo(model, inner_steps=4, **PLAIN)
+    diloco = open_diloco(model, inner_steps=4, **PLAIN)
     train(diloco, model, 2)
     replica.report(step=100)
     train(diloco, model, 1)
@@ -83,14 +84,14 @@ def test_the_steps_that_a_script_reports_replace_those_of_diloco(replica: Replic
 
 def test_the_steps_of_the_first_of_two_open_dilocos_are_shown_and_then_those_of_the_next(replica: Replica) -> None:
     models = [nn.Linear(2, 1) for _ in range(3)]
-    first = DiLoCo(models[0], inner_steps=4, **PLAIN)
-    second = DiLoCo(models[1], inner_steps=4, name="second", **PLAIN)
+    first = open_diloco(models[0], inner_steps=4, **PLAIN)
+    second = open_diloco(models[1], inner_steps=4, name="second", **PLAIN)
     train(first, models[0], 2)
     train(second, models[1], 5)
     assert replica.reported["step"] == 2
     leave(first)
     leave(second)
-    third = DiLoCo(models[2], inner_steps=4, name="third", **PLAIN)
+    third = open_diloco(models[2], inner_steps=4, name="third", **PLAIN)
     train(third, models[2], 1)
     assert replica.reported["step"] == 1
     leave(third)
@@ -98,7 +99,7 @@ def test_the_steps_of_the_first_of_two_open_dilocos_are_shown_and_then_those_of_
 
 def test_a_run_that_began_from_a_checkpoint_shows_the_trainers_steps(replica: Replica) -> None:
     model = nn.Linear(2, 1)
-    diloco = DiLoCo(model, inner_steps=4, total_steps=8, _begun_at=100, **PLAIN)
+    diloco = open_diloco(model, inner_steps=4, total_steps=8, begun_at=100, **PLAIN)
     train(diloco, model, 3)
     assert (replica.reported["step"], replica.reported["total_steps"]) == (103, 108)
     leave(diloco)

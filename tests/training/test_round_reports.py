@@ -14,7 +14,7 @@ import torch
 from support.training import PLAIN, leave, next_process, nudge, place
 from torch import nn
 
-from diloco import DiLoCo
+from diloco.outer import open_diloco
 from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.frames import Seal, SealedReplica
 from diloco.rendezvous.keys import Keys
@@ -45,8 +45,8 @@ def zeros() -> nn.Linear:
 def test_norms_are_those_of_ones_own_pseudo_gradient_and_of_the_mean(limits: Limits) -> None:
     def body(where: Mapping[str, Any]) -> list[RoundReport]:
         model = zeros()
-        with DiLoCo(
-            model, inner_steps=2, weight=lambda: 1.0 + 2 * where["rank"], _limits=limits, **PLAIN, **where
+        with open_diloco(
+            model, inner_steps=2, weight=lambda: 1.0 + 2 * where["rank"], limits=limits, **PLAIN, **where
         ) as d:
             reports = []
             for _ in range(4):
@@ -70,7 +70,7 @@ def test_work_that_a_seal_does_not_count_is_carried_or_dropped(
     late: Any, named: set[int], verdict: str, work: float
 ) -> None:
     store, model = MemoryStore(), zeros()
-    diloco = DiLoCo(model, inner_steps=3, late=late, **PLAIN, **place(store, world_size=2))
+    diloco = open_diloco(model, inner_steps=3, late=late, **PLAIN, **place(store, world_size=2))
     mean = np.full(N, -1.0, np.float32)
     members = {rank: SealedReplica("another", 0, 1.0, "d" * 32) for rank in named}
     seal = Seal(members, diloco._model_state.digest(0), 0, mean.tobytes())
@@ -92,7 +92,7 @@ def test_a_replica_keeps_each_entry_and_what_it_leaves_with(monkeypatch: pytest.
     replica.__dict__["store"] = store
     monkeypatch.setattr("executors.replica._current", replica)
     model = nn.Sequential(zeros(), zeros())
-    with DiLoCo(model, inner_steps=4, fragments=2, name="critic", **PLAIN) as diloco:
+    with open_diloco(model, inner_steps=4, fragments=2, name="critic", **PLAIN) as diloco:
         for step in range(5):
             nudge(model, 1.0)
             diloco.step()

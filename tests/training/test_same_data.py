@@ -11,8 +11,8 @@ import torch
 from support.training import PLAIN, nudge
 from torch import nn
 
-from diloco import DiLoCo
 from diloco.errors import DuplicateWorkError
+from diloco.outer import open_diloco
 from diloco.rendezvous.frames import Contribution
 from diloco.rendezvous.round import Limits
 from diloco.rendezvous.seal import groups_of_same_work
@@ -30,7 +30,7 @@ def train(steps: Sequence[Sequence[float]], dtype: torch.dtype = torch.float32, 
     def body(where: Mapping[str, Any]) -> tuple[list[tuple[int, ...]], str]:
         model, same = nn.Linear(24, 2, bias=False, dtype=dtype), []
         try:
-            with DiLoCo(model, inner_steps=1, **{**PLAIN, **options, **where}) as diloco:
+            with open_diloco(model, inner_steps=1, **{**PLAIN, **options, **where}) as diloco:
                 for by in steps[where["rank"]]:
                     nudge(model, by)
                     report = diloco.step()
@@ -47,7 +47,7 @@ def train(steps: Sequence[Sequence[float]], dtype: torch.dtype = torch.float32, 
 def test_ranks_that_send_the_same_three_rounds_in_a_row_end_and_the_others_continue(
     limits: Limits | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second, third = train([[1.0] * 5, [2.0] * 5, [1.0] * 5], _limits=limits)
+    first, second, third = train([[1.0] * 5, [2.0] * 5, [1.0] * 5], limits=limits)
     assert first == third
     assert first[0] == [(0, 2)] * 2, "the third round ended them"
     assert second == ([()] * 5, "")
@@ -113,7 +113,7 @@ def same_everywhere(rounds: int) -> int:
     torch.manual_seed(42)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with DiLoCo(model, inner_steps=1, total_steps=rounds, same_data="warn") as diloco:
+    with open_diloco(model, inner_steps=1, total_steps=rounds, same_data="warn") as diloco:
         for _ in range(rounds):
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()

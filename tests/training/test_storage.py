@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco import DiLoCo
+from diloco.outer import open_diloco
 from diloco.rendezvous.frames import head_bytes
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
@@ -64,7 +64,7 @@ def test_a_run_of_sixty_rounds_never_has_more_objects_than_the_protocol_allows(s
         model.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         limits = Limits(small_bytes=0 if sharded else 1 << 20, block_elements=BLOCK_ELEMENTS)
         options: dict[str, Any] = {"inner_steps": n_fragments, "fragments": n_fragments, "snapshot_every": EVERY}
-        with DiLoCo(model, **options, **where, _limits=limits) as diloco:
+        with open_diloco(model, **options, **where, limits=limits) as diloco:
             diloco.attach_state("data", torch.Generator())
             for _ in range(ROUNDS):
                 with torch.no_grad():

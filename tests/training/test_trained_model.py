@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from support.training import adam, leave, next_process, nudge, place
 from torch import Tensor, nn
 
-from diloco import DiLoCo
 from diloco.errors import DiLoCoError
+from diloco.outer import open_diloco
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
 from diloco.trained_model import ModelSource, read_model, save_model
@@ -56,7 +56,7 @@ def train(
     for parameter in model.frozen.parameters():
         nn.init.normal_(parameter, generator=draw)
     anchors = []
-    with DiLoCo(model, **{"inner_steps": 2, "snapshot_every": 3, **options}, **where) as diloco:
+    with open_diloco(model, **{"inner_steps": 2, "snapshot_every": 3, **options}, **where) as diloco:
         for _ in range(steps):
             model(torch.randint(7, (4,), generator=torch.Generator().manual_seed(where["rank"])))
             nudge(model.embedding, 0.1 * (1 + where["rank"]))
@@ -75,7 +75,7 @@ def source(store: MemoryStore, **more: Any) -> ModelSource:
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_the_stored_model_is_the_one_that_every_replica_ends_with(wire: str, sharded: bool, fragments: int) -> None:
     store, limits = MemoryStore(), SHARDED if sharded else Limits()
-    options = {"wire": wire, "fragments": fragments, "_limits": limits, "total_steps": 16}
+    options = {"wire": wire, "fragments": fragments, "limits": limits, "total_steps": 16}
     (state, _), _ = run_replicas(2, lambda where: train(where, 16, options), store=store)
     found = read_model(source(store, limits=limits))
     assert found.step == 16
@@ -98,7 +98,7 @@ def test_a_model_loads_strictly_from_the_file_and_tied_parameters_stay_tied(tmp_
 def test_names_are_those_of_the_model_without_its_wrappers() -> None:
     store, model = MemoryStore(), Tied()
     model.norm = torch.optim.swa_utils.AveragedModel(model.norm)  # type: ignore[assignment]
-    DiLoCo(model, inner_steps=1, **place(store)).close()
+    open_diloco(model, inner_steps=1, **place(store)).close()
     found = read_model(source(store))
     assert {"norm.weight", "norm.running_mean", "norm.num_batches_tracked"} <= found.tensors.keys()
     assert not any("module" in name for name in found.tensors)
@@ -120,7 +120,7 @@ def test_an_earlier_step_is_the_newest_round_before_it_and_deleted_rounds_are_na
 def test_the_model_of_a_continuing_run_is_its_newest_round_and_reading_writes_nothing() -> None:
     store = MemoryStore()
     model = nn.Linear(3, 2)
-    diloco = DiLoCo(model, inner_steps=2, **place(store))
+    diloco = open_diloco(model, inner_steps=2, **place(store))
     for step in range(9):
         nudge(model, 0.5)
         diloco.step()
@@ -135,7 +135,7 @@ def test_the_model_of_a_continuing_run_is_its_newest_round_and_reading_writes_no
 def test_tensors_have_the_dtypes_of_the_model_or_the_anchors_own(tmp_path: Path) -> None:
     store = MemoryStore()
     model = nn.Linear(3, 2).bfloat16()
-    with DiLoCo(model, inner_steps=1, total_steps=3, **place(store)) as diloco:
+    with open_diloco(model, inner_steps=1, total_steps=3, **place(store)) as diloco:
         for _ in range(3):
             nudge(model, 0.01)
             diloco.step()
@@ -192,7 +192,7 @@ def test_a_signed_run_is_read_with_its_key_alone() -> None:
 
 def test_damaged_objects_never_reach_the_written_model() -> None:
     store = MemoryStore()
-    run_replicas(2, lambda where: train(where, 16, {"total_steps": 16, "_limits": SHARDED}), store=store)
+    run_replicas(2, lambda where: train(where, 16, {"total_steps": 16, "limits": SHARDED}), store=store)
     whole = read_model(source(store, limits=SHARDED))
     for entry in list(store.list("test/diloco/main/")):
         data = bytes(store.get(entry.key))
@@ -215,7 +215,7 @@ def test_damaged_objects_never_reach_the_written_model() -> None:
 
 def test_a_name_that_the_run_does_not_have_is_answered_with_those_it_has() -> None:
     store = MemoryStore()
-    leave(DiLoCo(nn.Linear(2, 1), name="critic", **place(store)))
+    leave(open_diloco(nn.Linear(2, 1), name="critic", **place(store)))
     next_process()
     with pytest.raises(RunNotFoundError, match=r"no DiLoCo named 'main'\. It has: critic"):
         read_model(source(store))
@@ -225,7 +225,7 @@ def test_a_name_that_the_run_does_not_have_is_answered_with_those_it_has() -> No
 def test_by_the_clock_rounds_have_numbers_and_no_steps() -> None:
     store = MemoryStore()
     model = nn.Linear(2, 1)
-    diloco = DiLoCo(model, round_seconds=1e-6, total_rounds=5, **place(store))
+    diloco = open_diloco(model, round_seconds=1e-6, total_rounds=5, **place(store))
     while not diloco.is_over:
         nudge(model, 0.1)
         diloco.step()

@@ -12,8 +12,8 @@ import torch
 from support.training import PLAIN, leave, nudge, place
 from torch import nn
 
-from diloco import DiLoCo
 from diloco.errors import AbortedError, ContributionError, DiLoCoError, QuorumTimeoutError
+from diloco.outer import open_diloco
 from diloco.rendezvous.frames import head_bytes
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
@@ -31,7 +31,7 @@ def seeded(model: nn.Module, seed: int) -> nn.Module:
 def test_replicas_with_different_seeds_start_from_one_model() -> None:
     def body(where: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         model = seeded(nn.Linear(3, 3), where["rank"])
-        with DiLoCo(model, **where):
+        with open_diloco(model, **where):
             return {name: p.detach().clone() for name, p in model.named_parameters()}
 
     first, *others = run_replicas(3, body)
@@ -41,7 +41,7 @@ def test_replicas_with_different_seeds_start_from_one_model() -> None:
 
 def test_a_gradient_may_be_accumulated_across_a_round() -> None:
     model = nn.Linear(2, 2)
-    with DiLoCo(model, inner_steps=1, **place()) as diloco:
+    with open_diloco(model, inner_steps=1, **place()) as diloco:
         model(torch.ones(1, 2)).sum().backward()
         before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         diloco.step()
@@ -56,7 +56,7 @@ def test_a_half_precision_model_has_a_float32_anchor() -> None:
         model = nn.Linear(2, 1, bias=False)
         nn.init.ones_(model.weight)
         model = model.to(dtype)
-        with DiLoCo(model, inner_steps=1, **PLAIN, **where) as diloco:
+        with open_diloco(model, inner_steps=1, **PLAIN, **where) as diloco:
             nudge(model, [0.0, 2.0**-7, 2.0**-6][where["rank"]])
             diloco.step()
             return diloco.anchor()["weight"], model.weight.detach()
@@ -73,7 +73,7 @@ def test_frozen_parameters_are_left_alone_and_do_not_misalign_the_rest() -> None
         model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
         seeded(model, where["rank"])
         model.get_parameter("0.weight").requires_grad_(False)
-        with DiLoCo(model, inner_steps=1, **where) as diloco:
+        with open_diloco(model, inner_steps=1, **where) as diloco:
             nudge(model, 1.0)
             diloco.step()
         return model
@@ -87,7 +87,7 @@ def test_frozen_parameters_are_left_alone_and_do_not_misalign_the_rest() -> None
 def test_float_buffers_are_averaged_and_counters_stay_local() -> None:
     def body(where: Mapping[str, Any]) -> tuple[float, int]:
         model = nn.BatchNorm1d(2)
-        with DiLoCo(model, inner_steps=1, outer_lr=0.5, outer_momentum=0.9, **where) as diloco:
+        with open_diloco(model, inner_steps=1, outer_lr=0.5, outer_momentum=0.9, **where) as diloco:
             for _ in range(where["rank"] + 1):
                 model(torch.full((4, 2), 10.0 * where["rank"]))
             diloco.step()
@@ -103,7 +103,7 @@ def test_float_buffers_are_averaged_and_counters_stay_local() -> None:
 
 def test_a_parameter_that_changed_its_shape_is_named() -> None:
     model = nn.ModuleDict({"lm_head": nn.Linear(768, 32, bias=False)})
-    diloco = DiLoCo(model, inner_steps=1, allow_no_rounds=True, **place())
+    diloco = open_diloco(model, inner_steps=1, allow_no_rounds=True, **place())
     model["lm_head"] = nn.Linear(768, 50, bias=False)
     with pytest.raises(ContributionError) as caught:
         diloco.step()
@@ -116,7 +116,7 @@ def test_a_parameter_that_changed_its_shape_is_named() -> None:
 def test_parameters_that_are_not_finite_are_not_sent() -> None:
     for value in (float("nan"), float("inf")):
         model, store = nn.Linear(3, 3), MemoryStore()
-        diloco = DiLoCo(model, inner_steps=1, allow_no_rounds=True, **place(store))
+        diloco = open_diloco(model, inner_steps=1, allow_no_rounds=True, **place(store))
         with torch.no_grad():
             model.bias[1] = value
         with pytest.raises(ContributionError, match=r"rank 0 for round 1: 'bias' is not finite in 1 of 3 values"):
@@ -128,7 +128,7 @@ def test_parameters_that_are_not_finite_are_not_sent() -> None:
 def test_a_missing_replica_costs_the_grace_and_no_more() -> None:
     def body(where: Mapping[str, Any]) -> tuple[int, ...]:
         model = nn.Linear(2, 2)
-        with DiLoCo(model, inner_steps=1, grace_s=0.2, **{**where, "world_size": 3}) as diloco:
+        with open_diloco(model, inner_steps=1, grace_s=0.2, **{**where, "world_size": 3}) as diloco:
             for _ in range(3):
                 report = diloco.step()
             assert report is not None
@@ -141,7 +141,7 @@ def test_a_missing_replica_costs_the_grace_and_no_more() -> None:
 def test_a_round_without_quorum_names_who_is_missing() -> None:
     where = {**place(), "world_size": 8}
     limits = Limits(grace_s=0.05, round_timeout_s=0.5, takeover_after_s=0.0)
-    diloco = DiLoCo(nn.Linear(2, 2), inner_steps=1, min_quorum=6, _limits=limits, **where)
+    diloco = open_diloco(nn.Linear(2, 2), inner_steps=1, min_quorum=6, limits=limits, **where)
     with pytest.raises(QuorumTimeoutError) as caught:
         diloco.step()
     assert str(caught.value) == (
@@ -154,7 +154,7 @@ def test_a_round_without_quorum_names_who_is_missing() -> None:
 def test_an_abort_ends_a_wait() -> None:
     store = MemoryStore()
     where = {**place(store), "world_size": 2}
-    diloco = DiLoCo(nn.Linear(2, 2), inner_steps=1, _limits=Limits(abort_check_s=0.0), **where)
+    diloco = open_diloco(nn.Linear(2, 2), inner_steps=1, limits=Limits(abort_check_s=0.0), **where)
     store.put("test/abort.json", json.dumps({"who": "rank 1", "why": "out of budget"}).encode())
     with pytest.raises(AbortedError, match="Run 'test' was aborted: rank 1: out of budget"):
         diloco.step()
@@ -163,7 +163,7 @@ def test_an_abort_ends_a_wait() -> None:
 
 def test_a_process_that_leaves_is_not_waited_for() -> None:
     def body(where: Mapping[str, Any]) -> int:
-        with DiLoCo(nn.Linear(2, 2), inner_steps=1, grace_s=1e6, **where) as diloco:
+        with open_diloco(nn.Linear(2, 2), inner_steps=1, grace_s=1e6, **where) as diloco:
             for _ in range(2 + 3 * where["rank"]):
                 diloco.step()
             return diloco.rounds
@@ -174,7 +174,7 @@ def test_a_process_that_leaves_is_not_waited_for() -> None:
 def test_sync_synchronises_every_fragment_now() -> None:
     def body(where: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         model = seeded(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 0)
-        with DiLoCo(model, inner_steps=100, fragments=2, **PLAIN, **where) as diloco:
+        with open_diloco(model, inner_steps=100, fragments=2, **PLAIN, **where) as diloco:
             nudge(model, 1.0 + where["rank"])
             assert [report.fragment for report in diloco.sync()] == [0, 1]
         return dict(model.named_parameters())
@@ -186,7 +186,7 @@ def test_sync_synchronises_every_fragment_now() -> None:
 def test_rounds_that_were_asked_for_are_worth_the_steps_that_were_made() -> None:
     def body(where: Mapping[str, Any]) -> list[int]:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        with DiLoCo(model, inner_steps=100, fragments=2, **where) as diloco:
+        with open_diloco(model, inner_steps=100, fragments=2, **where) as diloco:
             steps = []
             for _ in range(7):
                 diloco.step()
@@ -205,7 +205,7 @@ def test_rounds_that_were_asked_for_are_worth_the_steps_that_were_made() -> None
 
 def test_a_checkpoint_of_the_same_run_is_taken_up_where_the_run_is_now() -> None:
     model = nn.Linear(2, 2)
-    with DiLoCo(model, inner_steps=2, **place()) as diloco:
+    with open_diloco(model, inner_steps=2, **place()) as diloco:
         for _ in range(5):
             nudge(model, 0.5)
             diloco.step()
@@ -225,12 +225,12 @@ def test_a_checkpoint_of_the_same_run_is_taken_up_where_the_run_is_now() -> None
 
 def test_a_closed_diloco_reports_that_and_an_error_inside_leaves_a_bye() -> None:
     store = MemoryStore()
-    diloco = DiLoCo(nn.Linear(2, 2), **place(store))
+    diloco = open_diloco(nn.Linear(2, 2), **place(store))
     diloco.close()
     diloco.close()
     with pytest.raises(DiLoCoError, match="closed"):
         diloco.step()
-    with pytest.raises(ZeroDivisionError), DiLoCo(nn.Linear(2, 2), name="other", **place(store)):
+    with pytest.raises(ZeroDivisionError), open_diloco(nn.Linear(2, 2), name="other", **place(store)):
         _ = 1 / 0
     assert [entry.key for entry in store.list("test/diloco/other/bye")] == ["test/diloco/other/bye/0/0"]
 
@@ -238,7 +238,7 @@ def test_a_closed_diloco_reports_that_and_an_error_inside_leaves_a_bye() -> None
 def test_the_first_anchor_is_readable_by_safetensors() -> None:
     store = MemoryStore()
     model = nn.Linear(2, 3)
-    DiLoCo(model, **place(store)).close()
+    open_diloco(model, **place(store)).close()
     (part,) = [entry.key for entry in store.list("test/diloco/main/part/")]
     tensors = safetensors.torch.load(bytes(store.get(part)))
     assert torch.equal(tensors["anchor/weight"], model.weight.detach())
@@ -246,7 +246,7 @@ def test_the_first_anchor_is_readable_by_safetensors() -> None:
 
 def test_own_contributions_are_deleted_after_their_round() -> None:
     store = MemoryStore()
-    with DiLoCo(nn.Linear(2, 2), inner_steps=1, **place(store)) as diloco:
+    with open_diloco(nn.Linear(2, 2), inner_steps=1, **place(store)) as diloco:
         for _ in range(3):
             diloco.step()
     kept = [entry.key.removeprefix("test/diloco/main/") for entry in store.list("test/diloco/main/")]
@@ -265,7 +265,7 @@ def test_sharded_rounds_move_as_many_payload_bytes_as_they_should() -> None:
     def body(where: Mapping[str, Any]) -> tuple[int, int]:
         model = nn.Linear(blocks * block_elements, 1, bias=False)
         limits = Limits(grace_s=1e6, small_bytes=0, block_elements=block_elements)
-        with DiLoCo(model, inner_steps=1, _limits=limits, **where) as diloco:
+        with open_diloco(model, inner_steps=1, limits=limits, **where) as diloco:
             store = CountingStore(diloco._training_side._context.store.store)
             diloco._training_side._context.store.store = store
             diloco.step()
@@ -381,10 +381,10 @@ def test_a_bad_argument_is_refused_before_anything_is_written() -> None:
         store = MemoryStore()
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         with pytest.raises((ValueError, TypeError), match=message):
-            DiLoCo(**{"model": model, **place(store), **arguments})
+            open_diloco(**{"model": model, **place(store), **arguments})
         assert not list(store.list("")), arguments
 
 
 def test_outside_a_replica_the_missing_arguments_are_named() -> None:
     with pytest.raises(DiLoCoError, match="needs the arguments store, run_id, rank and world_size"):
-        DiLoCo(nn.Linear(2, 2), rank=0)
+        open_diloco(nn.Linear(2, 2), rank=0)

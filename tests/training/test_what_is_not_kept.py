@@ -13,8 +13,9 @@ from support.patience import lasting
 from support.training import PLAIN, leave, next_process, nudge, place
 from torch import nn
 
-from diloco import DiLoCo, attached_state
+from diloco import attached_state
 from diloco.attached_state import AttachedState
+from diloco.outer import open_diloco
 from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, claim
@@ -170,8 +171,8 @@ def test_a_state_that_becomes_more_than_tensors_is_a_warning_and_training_contin
 def test_a_snapshot_that_cannot_be_kept_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     next_process()
     model = nn.Linear(4, 4)
-    with DiLoCo(
-        model, inner_steps=1, snapshot_every=2, _limits=Limits(small_bytes=0), **PLAIN, **place(FullOfParts())
+    with open_diloco(
+        model, inner_steps=1, snapshot_every=2, limits=Limits(small_bytes=0), **PLAIN, **place(FullOfParts())
     ) as diloco:
         for _ in range(4):
             nudge(model, 0.1)
@@ -198,7 +199,7 @@ def test_a_claim_that_cannot_be_read_is_another_users(data: bytes, caplog: pytes
 def test_a_checkpoint_from_before_the_first_round_of_a_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     next_process()
     model = nn.Linear(2, 2)
-    diloco = DiLoCo(model, inner_steps=1, **PLAIN, **place())
+    diloco = open_diloco(model, inner_steps=1, **PLAIN, **place())
     state = diloco.state_dict()
     for _ in range(3):
         diloco.step()

@@ -86,6 +86,7 @@ class Event:
     rank: int | None = None
     """The rank. None: the event concerns the whole run."""
     attempt: int | None = None
+    """The number of the attempt, from 0. None: the event concerns no single attempt."""
     actor: str = ""
     """The process or host that caused or noticed the event."""
     reason: str | None = None

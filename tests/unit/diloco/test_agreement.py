@@ -9,8 +9,8 @@ import torch
 from support.training import adam, leave, next_process, place
 from torch import nn
 
-from diloco import DiLoCo
 from diloco.errors import ContributionError
+from diloco.outer import open_diloco
 from diloco.rendezvous.training_state import check_agreement
 from diloco.trainers.trainer_link import TrainerLink
 from executors.store import MemoryStore
@@ -68,9 +68,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 def refusal(first: tuple[nn.Module, dict[str, Any]], second: tuple[nn.Module, dict[str, Any]]) -> str:
     """Return the error of a second replica that does not fit the run of the first one."""
     store = MemoryStore()
-    diloco = DiLoCo(first[0], **{**PLANNED, **first[1]}, **place(store, 0, 2))
+    diloco = open_diloco(first[0], **{**PLANNED, **first[1]}, **place(store, 0, 2))
     with pytest.raises(ContributionError) as caught:
-        DiLoCo(second[0], **{**PLANNED, **second[1]}, **place(store, 1, 2)).close()
+        open_diloco(second[0], **{**PLANNED, **second[1]}, **place(store, 1, 2)).close()
     diloco.close()
     next_process()
     return str(caught.value)
@@ -106,14 +106,14 @@ def test_steps_that_come_from_shares_of_other_lengths_are_named_with_the_remedy(
 def test_other_numbers_of_steps_that_make_the_same_rounds_are_no_difference() -> None:
     store = MemoryStore()
     options = {**PLANNED, "inner_steps": 10}
-    with DiLoCo(two_layers(), **{**options, "total_steps": 398}, **place(store, 0, 2), allow_no_rounds=True):
-        DiLoCo(two_layers(), **{**options, "total_steps": 399}, **place(store, 1, 2), allow_no_rounds=True).close()
+    with open_diloco(two_layers(), **{**options, "total_steps": 398}, **place(store, 0, 2), allow_no_rounds=True):
+        open_diloco(two_layers(), **{**options, "total_steps": 399}, **place(store, 1, 2), allow_no_rounds=True).close()
 
 
 def test_a_trainers_plan_is_named_by_the_trainers_own_argument_too() -> None:
     store = MemoryStore()
     options = {name: value for name, value in PLANNED.items() if name != "total_steps"}
-    diloco = DiLoCo(two_layers(), **{**options, "total_steps": 400}, **place(store, 0, 2))
+    diloco = open_diloco(two_layers(), **{**options, "total_steps": 400}, **place(store, 0, 2))
     with pytest.raises(ContributionError, match="use shard") as caught:
         TrainerLink(two_layers(), 395, {**options, **place(store, 1, 2)})
     assert caught.value.__notes__ == [
@@ -124,7 +124,7 @@ def test_a_trainers_plan_is_named_by_the_trainers_own_argument_too() -> None:
 
 
 def test_trainers_that_begin_at_other_steps_are_named_as_such() -> None:
-    begun = refusal((two_layers(), {"_begun_at": 5, "total_steps": 395}), (two_layers(), {}))
+    begun = refusal((two_layers(), {"begun_at": 5, "total_steps": 395}), (two_layers(), {}))
     assert begun == (
         "Rank 1 does not fit run 'test': the trainer of rank 0 began at step 5, and the trainer of rank 1 at step 0. "
         "Let all replicas begin from the same checkpoint, or none of them."
@@ -156,7 +156,7 @@ def test_a_replica_with_other_fragments_is_refused() -> None:
 
 @pytest.mark.parametrize("outer_optimizer", [None, adam])
 def test_no_setting_that_replicas_must_share_is_left_out_of_the_comparison(outer_optimizer: Any) -> None:
-    with DiLoCo(two_layers(), outer_optimizer=outer_optimizer, **place(MemoryStore())) as diloco:
+    with open_diloco(two_layers(), outer_optimizer=outer_optimizer, **place(MemoryStore())) as diloco:
         contract = dict(diloco._model_state.agreement())
     outer = {"outer_lr", "outer_momentum"} if outer_optimizer is None else {"outer_optimizer"}
     always = {"fragments", "stepped", "inner_steps", "wire", "mean_wire", "final_average", "momentum_warmup"}

@@ -15,9 +15,9 @@ from support.patience import ENDLESS
 from torch import nn
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
-from diloco import DiLoCo
 from diloco.attached_state import AttachedState
 from diloco.errors import AbortedError, ContributionError, QuorumTimeoutError
+from diloco.outer import open_diloco
 from diloco.rendezvous.envelope import UNSIGNED, BadRecordError, frame, unframe
 from diloco.rendezvous.frames import Contribution, MeanHead, Seal, SealedReplica, digests_of, head_bytes
 from diloco.rendezvous.keys import Keys
@@ -254,7 +254,7 @@ def where(store: MemoryStore, rank: int = 0, world_size: int = 1) -> dict[str, A
 
 
 def contract_of(model: nn.Module) -> dict[str, Any]:
-    with DiLoCo(model, **where(MemoryStore())) as diloco:
+    with open_diloco(model, **where(MemoryStore())) as diloco:
         return dict(diloco._model_state.agreement())
 
 
@@ -282,14 +282,14 @@ def test_a_snapshot_that_does_not_fit_counts_as_unreadable(data: bytes, state: l
     put_snapshot(store, data, state=state, contract=contract_of(model))
     _claimed.clear()
     with pytest.raises(QuorumTimeoutError, match="Rank 0 found no snapshot of run 'test' that can be read"):
-        DiLoCo(model, round_timeout_s=0.2, **where(store))
+        open_diloco(model, round_timeout_s=0.2, **where(store))
 
 
 def test_a_contract_without_tensors_is_another_model_s() -> None:
     store = MemoryStore()
     put_snapshot(store, encoded(anchor_weight=GOOD), state=[D], contract={})
     with pytest.raises(ContributionError, match=r"'weight' of shape .* is only in this model"):
-        DiLoCo(nn.Linear(2, 2, bias=False), **where(store))
+        open_diloco(nn.Linear(2, 2, bias=False), **where(store))
 
 
 def kept_by(store: MemoryStore, position: str, arrays: bytes, head: bytes | None = None) -> None:
@@ -374,7 +374,7 @@ def test_a_run_ends_at_a_seal_that_another_process_has_forged_and_names_it(seal:
 
     def body(where: Mapping[str, Any]) -> tuple[int, list[float], list[float]]:
         model = nn.Linear(2, 2, bias=False)
-        diloco = DiLoCo(model, inner_steps=1, outer_lr=1.0, outer_momentum=0.0, **where, _limits=limits)
+        diloco = open_diloco(model, inner_steps=1, outer_lr=1.0, outer_momentum=0.0, **where, limits=limits)
         before = diloco.anchor()["weight"].flatten().tolist()
         with pytest.raises(CorruptObjectError, match=rf"^Round 3 cannot be completed: {KEYS.seal(2)} is damaged"):
             list(iter(diloco.step, "for ever"))

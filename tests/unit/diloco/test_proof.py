@@ -17,8 +17,8 @@ from support.patience import lasting
 from support.training import leave, next_process, nudge, place
 from torch import nn
 
-from diloco import DiLoCo
 from diloco.errors import ContributionError
+from diloco.outer import open_diloco
 from diloco.rendezvous.envelope import UNSIGNED, BadRecordError, Signatures, frame, proof_of, unframe, unproven_fields
 from diloco.rendezvous.frames import Contribution, MeanHead, Seal, SealedReplica
 from diloco.rendezvous.reduction import BlockFormat, ShardInput, weighted_mean
@@ -123,24 +123,24 @@ def model() -> nn.Module:
 )
 def test_a_replica_without_the_run_s_key_is_refused_by_name(first: bytes, then: bytes, said: str) -> None:
     store = MemoryStore()
-    DiLoCo(model(), key=first, **place(store, world_size=2)).close()
+    open_diloco(model(), key=first, **place(store, world_size=2)).close()
     next_process()
     with pytest.raises(ContributionError, match=re.escape(said)):
-        DiLoCo(model(), key=then, _limits=SOON, **place(store, 1, world_size=2))
+        open_diloco(model(), key=then, limits=SOON, **place(store, 1, world_size=2))
 
 
 @pytest.mark.parametrize("contract", [{}, {"signed": "deadbeef"}])
 def test_a_forged_agreement_keeps_no_more_replicas_out_than_a_damaged_one(contract: dict[str, str]) -> None:
     store, key = MemoryStore(), "test/diloco/main/snapshot/0"
-    settings: dict[str, Any] = {"key": KEY, "inner_steps": 1, "snapshot_every": 1, "_limits": SOON}
-    first = DiLoCo(model(), **settings, **place(store, world_size=2))
+    settings: dict[str, Any] = {"key": KEY, "inner_steps": 1, "snapshot_every": 1, "limits": SOON}
+    first = open_diloco(model(), **settings, **place(store, world_size=2))
     for _ in range(3):
         nudge(first._model_state.model, torch.ones(2, 2))
         first.step()
     first._workers.uploads.finish()
     store.put(key, frame({"contract": contract}, key, UNSIGNED))
     next_process()
-    with DiLoCo(model(), allow_no_rounds=True, **settings, **place(store, 1, 2)) as second:
+    with open_diloco(model(), allow_no_rounds=True, **settings, **place(store, 1, 2)) as second:
         assert second.rounds == 3
         assert torch.equal(second.anchor()["weight"], first.anchor()["weight"])
     leave(first)
@@ -151,20 +151,20 @@ def test_a_forged_agreement_keeps_no_more_replicas_out_than_a_damaged_one(contra
 )
 def test_an_invalid_run_key_is_refused_and_not_shown(key: Any, said: str) -> None:
     with pytest.raises((TypeError, ValueError), match=said) as caught:
-        DiLoCo(model(), key=key, **place(MemoryStore()))
+        open_diloco(model(), key=key, **place(MemoryStore()))
     assert str(key) not in str(caught.value)
 
 
 def test_the_key_from_the_launch_is_used_whatever_is_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     monkeypatch.setenv(RUN_KEY, KEY.hex())
-    DiLoCo(model(), **place(store)).close()
+    open_diloco(model(), **place(store)).close()
     pointer = store.get("test/diloco/main/snapshot/0")
     assert unproven_fields(pointer)["contract"]["signed"] == key_id(KEY)
-    assert KEY.hex() not in repr(vars(DiLoCo(model(), name="other", **place(store)))["_settings"])
+    assert KEY.hex() not in repr(vars(open_diloco(model(), name="other", **place(store)))["_settings"])
     monkeypatch.setenv(RUN_KEY, "secret")
     with pytest.raises(ValueError, match=f"{RUN_KEY} is not a key") as caught:
-        DiLoCo(model(), **place(store))
+        open_diloco(model(), **place(store))
     assert "secret" not in str(caught.value)
 
 
@@ -177,15 +177,15 @@ def test_a_replica_of_a_signed_launch_that_lost_its_key_reports_that(monkeypatch
     set_current_replica(replica)
     try:
         with pytest.raises(ContributionError, match=rf"This run is signed \(key {ID}\), .* has no key"):
-            DiLoCo(model())
-        DiLoCo(model(), key=KEY).close()
+            open_diloco(model())
+        open_diloco(model(), key=KEY).close()
     finally:
         set_current_replica(None)
 
 
 def test_an_unsigned_agreement_names_no_key() -> None:
     store = MemoryStore()
-    DiLoCo(model(), **place(store)).close()
+    open_diloco(model(), **place(store)).close()
     fields, _, _ = unframe(store.get("test/diloco/main/snapshot/0"), "", UNSIGNED)
     assert "signed" not in fields["contract"]
     assert json.loads(json.dumps(fields)) == fields
@@ -216,7 +216,7 @@ def test_a_rank_takes_up_nothing_that_another_user_kept_for_it() -> None:
         next_process()
         net = model()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-        with DiLoCo(net, **{**signed, **changes}, **place(store)) as diloco:
+        with open_diloco(net, **{**signed, **changes}, **place(store)) as diloco:
             diloco.attach_state("optimizer", optimizer)
             found = float(optimizer.param_groups[0]["lr"])
             for _ in range(2):
