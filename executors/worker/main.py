@@ -26,7 +26,14 @@ from executors.attempt.outcome import describe_end, encode_outcome
 from executors.errors import HangError, ReplicasError, ResultError, StoreError
 from executors.metrics.recorder import Recorder
 from executors.patience import BRIEF, OUTCOME, START, retry, waits
-from executors.process import DescriptorReserve, ask_children_to_end, children, flush_c_streams, kill_descendants
+from executors.process import (
+    DescriptorReserve,
+    ask_children_to_end,
+    children,
+    flush_c_streams,
+    kill_descendants,
+    signal_name,
+)
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
@@ -38,6 +45,7 @@ from executors.store.records import read_record
 from executors.store.run_key import hold_key
 from executors.store.url import split_address
 from executors.task.entrypoint import command_for
+from executors.task.placeholders import fill
 from executors.task.record import LaunchedWith, RunRecord
 from executors.task.stored import StoredTask, read_task
 from executors.worker.claim import CancelledBeforeStart, claim_attempt
@@ -61,6 +69,7 @@ from executors.worker.warning_hook import collect_warnings
 from executors.worker.watched import end_watch, start_watch
 
 if TYPE_CHECKING:
+    from executors.worker.command import CommandFailedError
     from executors.worker.tracking import Tracking
 
 BAD_OPTIONS = 2  # the exit code of argparse and click after a wrong option
@@ -266,7 +275,8 @@ class _Worker:
         self.stop(outcome)
         _flush()
         self._record(outcome)
-        return outcome.exit_code if outcome.exit_code is not None else 1
+        code = 1 if outcome.exit_code is None else outcome.exit_code
+        return code if code >= 0 else 128 - code  # a command that signal N ended, as a shell reports it
 
     def _set_environment(self) -> None:
         """Set the variables of the replica. If it has several processes, set also torchrun's variables."""
@@ -362,6 +372,9 @@ class _Worker:
             if code == BAD_OPTIONS and self._entrypoint is not None:
                 text += f" The options of a script go behind --: {command_for(self._entrypoint)} -- …"
             return self._failed("no_result", text, code, fingerprint=fingerprint_of(error))
+        commands = sys.modules.get("executors.worker.command")
+        if commands is not None and isinstance(error, commands.CommandFailedError):
+            return self._command_failed(error)
         if isinstance(error, NoGpuError):
             return self._failed("start_failed", str(error), 1, fingerprint=fingerprint_of(error))
         if isinstance(error, UnhealthyError):
@@ -375,6 +388,22 @@ class _Worker:
             fields["error_line"] = f"{fields['error_line']} ({AFTER_THE_END})"
             fields["error"] = f"{fields['error']}\n{AFTER_THE_END_ADVICE}"
         return self._failed(reason, exit_code=1, **fields)
+
+    def _command_failed(self, error: CommandFailedError) -> Outcome:
+        """Return the outcome of a command that could not be started, or that did not end with exit code 0."""
+        code, text = error.exit_code, str(error)
+        if code is None:
+            return self._failed("start_failed", text, 1, fingerprint=fingerprint_of(error))
+        ended_by = signal_name(-code) if code < 0 else None
+        if error.noted is not None:
+            line = error.noted.rpartition("\n")[2]
+            alike = fingerprint_of(ReplicasError(error.noted))
+            return self._failed(
+                "exception", f"{text}\n{error.noted}", code, signal=ended_by, error_line=line, fingerprint=alike
+            )
+        if tail := self._assignment.output_tail().strip():
+            text += f" It printed: {last_error(tail)}"
+        return self._failed("no_result", text, code, signal=ended_by, fingerprint=fingerprint_of(error))
 
     def _left(self, page: SharedPage, result: Any = None) -> Outcome:
         """Return the outcome of a replica that ended by itself after a stop, or after a notice that its machine will
@@ -516,6 +545,11 @@ def _load(replica: Replica, stored: StoredTask, assignment: Assignment) -> Calla
     launched = stored.record.launched_with  # it lacks some variables that a resume or an addition gives
     given = {*assignment.spec.env, *_recorded_env(replica.rank, launched)}
     own = fill_in_environment(replica, given)
+    if (command := stored.record.command) is not None:
+        from executors.worker.command import run_command  # only here, because it imports `subprocess`
+
+        # The GPU is not checked: the program may use another framework, or a torch of another environment.
+        return functools.partial(run_command, fill(list(command), own), replica)
     function, args = stored.load(own)
     if assignment.gpu is not None:
         check_gpu(assignment.gpu)
@@ -564,7 +598,8 @@ def _leave(code: int, grace_s: float) -> NoReturn:
         atexit._run_exitfuncs()
         _flush()
         if grace_s > 0:
-            ask_children_to_end(grace_s)
+            commands = sys.modules.get("executors.worker.command")
+            ask_children_to_end(grace_s, None if commands is None else commands.asked_group())
         if children(os.getpid()):
             kill_descendants(os.getpid())
     finally:
