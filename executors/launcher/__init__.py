@@ -82,8 +82,8 @@ def launch(
         argv: run the file or module that the entrypoint names as a script, with these arguments. Each replica fills in
             placeholders as in `args`. The result is None. A file whose part below `if __name__ == "__main__"` does
             more than call `main()` is also run as a script without arguments; see ADR 0044.
-        command: a program and its arguments, as in `["torchrun", "train.py"]`, which each replica runs as it is, without
-            a shell. Give it without an entrypoint. Each replica fills in placeholders as in `args`. The result is None.
+        command: a program and its arguments, as in `["torchrun", "train.py"]`. Each replica runs it as it is, without a
+            shell. Give it without an entrypoint. Each replica fills in placeholders as in `args`. The result is None.
             Default: the entrypoint is called.
         rendezvous: the url of the store in which the run is kept. Default: a directory of this user.
         run_id: the name of the run. Default: two words and four hexadecimal digits.

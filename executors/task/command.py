@@ -75,7 +75,7 @@ class Command:
 def search_path(environ: Mapping[str, str] = os.environ) -> str:
     """Return the folders in which the program of a command is looked for, separated as in PATH.
 
-    The folder of this Python is the first, so that `torchrun` and `python` are those of the environment that launches.
+    The folder of this Python is the first, so that `torchrun` and `python` belong to the environment that launches.
 
     Args:
         environ: the environment with PATH. Default: the environment of this process.

@@ -32,7 +32,6 @@ from executors.process import (
     children,
     flush_c_streams,
     kill_descendants,
-    signal_name,
 )
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import Replica
@@ -69,7 +68,6 @@ from executors.worker.warning_hook import collect_warnings
 from executors.worker.watched import end_watch, start_watch
 
 if TYPE_CHECKING:
-    from executors.worker.command import CommandFailedError
     from executors.worker.tracking import Tracking
 
 BAD_OPTIONS = 2  # the exit code of argparse and click after a wrong option
@@ -372,9 +370,9 @@ class _Worker:
             if code == BAD_OPTIONS and self._entrypoint is not None:
                 text += f" The options of a script go behind --: {command_for(self._entrypoint)} -- …"
             return self._failed("no_result", text, code, fingerprint=fingerprint_of(error))
-        commands = sys.modules.get("executors.worker.command")
+        commands = sys.modules.get("executors.worker.run_command")
         if commands is not None and isinstance(error, commands.CommandFailedError):
-            return self._command_failed(error)
+            return self._failed(**commands.outcome_fields(error, self._assignment.output_tail))
         if isinstance(error, NoGpuError):
             return self._failed("start_failed", str(error), 1, fingerprint=fingerprint_of(error))
         if isinstance(error, UnhealthyError):
@@ -388,22 +386,6 @@ class _Worker:
             fields["error_line"] = f"{fields['error_line']} ({AFTER_THE_END})"
             fields["error"] = f"{fields['error']}\n{AFTER_THE_END_ADVICE}"
         return self._failed(reason, exit_code=1, **fields)
-
-    def _command_failed(self, error: CommandFailedError) -> Outcome:
-        """Return the outcome of a command that could not be started, or that did not end with exit code 0."""
-        code, text = error.exit_code, str(error)
-        if code is None:
-            return self._failed("start_failed", text, 1, fingerprint=fingerprint_of(error))
-        ended_by = signal_name(-code) if code < 0 else None
-        if error.noted is not None:
-            line = error.noted.rpartition("\n")[2]
-            alike = fingerprint_of(ReplicasError(error.noted))
-            return self._failed(
-                "exception", f"{text}\n{error.noted}", code, signal=ended_by, error_line=line, fingerprint=alike
-            )
-        if tail := self._assignment.output_tail().strip():
-            text += f" It printed: {last_error(tail)}"
-        return self._failed("no_result", text, code, signal=ended_by, fingerprint=fingerprint_of(error))
 
     def _left(self, page: SharedPage, result: Any = None) -> Outcome:
         """Return the outcome of a replica that ended by itself after a stop, or after a notice that its machine will
@@ -546,7 +528,7 @@ def _load(replica: Replica, stored: StoredTask, assignment: Assignment) -> Calla
     given = {*assignment.spec.env, *_recorded_env(replica.rank, launched)}
     own = fill_in_environment(replica, given)
     if (command := stored.record.command) is not None:
-        from executors.worker.command import run_command  # only here, because it imports `subprocess`
+        from executors.worker.run_command import run_command  # only here, because it imports `subprocess`
 
         # The GPU is not checked: the program may use another framework, or a torch of another environment.
         return functools.partial(run_command, fill(list(command), own), replica)
@@ -598,7 +580,7 @@ def _leave(code: int, grace_s: float) -> NoReturn:
         atexit._run_exitfuncs()
         _flush()
         if grace_s > 0:
-            commands = sys.modules.get("executors.worker.command")
+            commands = sys.modules.get("executors.worker.run_command")
             ask_children_to_end(grace_s, None if commands is None else commands.asked_group())
         if children(os.getpid()):
             kill_descendants(os.getpid())

@@ -120,7 +120,7 @@ def test_the_outcome_of_a_failed_command_has_its_exit_code_or_signal_and_the_lin
 def test_the_outcome_of_a_command_has_the_error_that_it_left_for_torchrun(start: Callable[..., Run]) -> None:
     script = (
         "import json, os; "
-        "noted = {'message': 'ValueError: no luck', 'extraInfo': {'py_callstack': 'Traceback\\n  x\\nValueError: no luck'}}; "
+        "noted = {'message': 'x', 'extraInfo': {'py_callstack': 'Traceback\\n  x\\nValueError: no luck'}}; "
         "json.dump({'message': noted}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w')); os._exit(3)"
     )
     outcome = ended(start("python", "-c", script))

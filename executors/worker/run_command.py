@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from executors.process import signal_name
 from executors.replica import Replica
 from executors.task.command import search_path
 from executors.task.stored import installed_version
+from executors.worker.failure import fingerprint_of, last_error
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 MAX_ERROR_FILE_BYTES = 1 << 20
@@ -56,6 +57,30 @@ class CommandFailedError(ReplicasError):
         super().__init__(text)
 
 
+def outcome_fields(error: CommandFailedError, output_tail: Callable[[], str]) -> dict[str, Any]:
+    """Return the fields `reason`, `error` and `exit_code` of an outcome, and others that a failed command has.
+
+    Args:
+        error: the failure.
+        output_tail: returns the end of the output, for a command that left no error in its file.
+
+    Example:
+        outcome_fields(error, lambda: "Error: no such file")["reason"]  # "no_result"
+    """
+    code, text = error.exit_code, str(error)
+    alike = fingerprint_of(error)
+    if code is None:
+        return {"reason": "start_failed", "error": text, "exit_code": 1, "fingerprint": alike}
+    found = {"exit_code": code, "signal": signal_name(-code) if code < 0 else None}
+    if error.noted is not None:
+        line, alike = error.noted.rpartition("\n")[2], fingerprint_of(ReplicasError(error.noted))
+        text = f"{text}\n{error.noted}"
+        return {**found, "reason": "exception", "error": text, "error_line": line, "fingerprint": alike}
+    if tail := output_tail().strip():
+        text += f" It printed: {last_error(tail)}"
+    return {**found, "reason": "no_result", "error": text, "fingerprint": alike}
+
+
 def asked_group() -> int | None:
     """Return the process group of the command that got SIGTERM. None: no command was asked to end."""
     return _asked_group
@@ -79,7 +104,7 @@ def run_command(words: Sequence[str], replica: Replica) -> None:
     process: subprocess.Popen[bytes] | None = None
     try:
         error_file = folder / "error.json"
-        # A SIGTERM between the start of the child and the assignment would leave a command that nobody asks to end.
+        # A SIGTERM between the start of the child and the assignment would leave a command that gets no request to end.
         with replica.atomic():
             try:
                 # A session of its own, so that SIGTERM to its process group does not reach the worker.
@@ -97,7 +122,7 @@ def run_command(words: Sequence[str], replica: Replica) -> None:
             _asked_group = process.pid
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGTERM)
-            process.wait()  # until the supervisor kills it, when the grace is over
+            process.wait()  # until the supervisor kills it, when the grace has ended
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
