@@ -417,6 +417,18 @@ def _parents() -> Iterator[tuple[int, int]]:
             yield int(name), int(fields[1])
 
 
+def path_of_descriptor(descriptor: int) -> str:
+    """Return a path by which other processes of this user open a file of this process, for as long as it is open.
+
+    Args:
+        descriptor: the descriptor.
+
+    Example:
+        path_of_descriptor(file)  # "/proc/4711/fd/7"
+    """
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
 def ask_children_to_end(limit_s: float, but_group: int | None = None) -> None:
     """Send SIGTERM once to each child of this process, and wait until all have ended.
 

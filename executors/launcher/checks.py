@@ -227,6 +227,11 @@ def check_command(placements: Placements, request: LaunchRequest) -> None:
             f"Backend {placements.backend_name!r} calls functions and runs no command: got {str(command)!r}. Use a "
             "backend such as local or modal."
         )
+    if request.settings.tracker is not None:
+        raise ValueError(
+            f"A tracker follows the numbers of a function, and this launch runs the command {str(command)!r}. Remove "
+            "tracker (--tracker), and start the tracker in the command itself."
+        )
     if any(placed.placement.backend == "local" for placed in placements.placed):
         check_program(command, {**os.environ, **(request.env or {})})
 

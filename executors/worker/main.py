@@ -213,7 +213,7 @@ class _Worker:
         self.replica.store = store
         self.replica.page = assignment.page
         if assignment.page is not None:
-            assignment.page.claimed = number + 1
+            assignment.page.began, assignment.page.claimed = began, number + 1
         self.warnings = WarningLog(self.attempt)
         while EARLY_WARNINGS:
             self.warnings.add(EARLY_WARNINGS.pop(0))
@@ -372,6 +372,8 @@ class _Worker:
             return self._failed("no_result", text, code, fingerprint=fingerprint_of(error))
         commands = sys.modules.get("executors.worker.run_command")
         if commands is not None and isinstance(error, commands.CommandFailedError):
+            if (page := self.replica.page) is not None and page.ending_at is not None:
+                return self._left(page)  # one of its processes has read that it must end
             return self._failed(**commands.outcome_fields(error, self._assignment.output_tail))
         if isinstance(error, NoGpuError):
             return self._failed("start_failed", str(error), 1, fingerprint=fingerprint_of(error))
@@ -405,6 +407,7 @@ class _Worker:
         return self._ended(ReplicaStatus.FAILED, reason, error=error, exit_code=exit_code, **more)
 
     def _ended(self, status: ReplicaStatus, reason: Reason | None, **more: Any) -> Outcome:
+        self.heartbeat.take_reports()
         reported, page = dict(self.replica.reported), self.replica.page
         reached = {name: reported[name] for name in ("round", "step") if name in reported} or None
         more = {"reached": reached, **({} if page is None else page.outcome_fields()), **more}
@@ -529,6 +532,8 @@ def _load(replica: Replica, stored: StoredTask, assignment: Assignment) -> Calla
     own = fill_in_environment(replica, given)
     if (command := stored.record.command) is not None:
         from executors.worker.run_command import run_command  # only here, because it imports `subprocess`
+
+        replica.recorder = None  # a process of the command records the measurements
 
         # The GPU is not checked: the program may use another framework, or a torch of another environment.
         return functools.partial(run_command, fill(list(command), own), replica)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from executors.errors import ReplicasError
-from executors.process import signal_name
-from executors.replica import Replica
+from executors.process import path_of_descriptor, signal_name
+from executors.replica import PAGE, Replica
 from executors.task.command import search_path
 from executors.task.stored import installed_version
 from executors.worker.failure import fingerprint_of, last_error
@@ -108,7 +108,7 @@ def run_command(words: Sequence[str], replica: Replica) -> None:
         with replica.atomic():
             try:
                 # A session of its own, so that SIGTERM to its process group does not reach the worker.
-                process = subprocess.Popen(words, env=environment_of(error_file), start_new_session=True)
+                process = subprocess.Popen(words, env=environment_of(error_file, replica), start_new_session=True)
             except OSError as error:
                 why = error.strerror or str(error)
                 raise CommandFailedError(words, None, None, f"{why} ({error.filename or words[0]})") from None
@@ -128,17 +128,21 @@ def run_command(words: Sequence[str], replica: Replica) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def environment_of(error_file: Path) -> dict[str, str]:
+def environment_of(error_file: Path, replica: Replica) -> dict[str, str]:
     """Return the environment of a command.
 
     Args:
         error_file: the file in which torchrun leaves the first failure of its processes.
+        replica: the replica.
 
     Example:
-        environment_of(Path("/tmp/error.json"))["TORCHELASTIC_ERROR_FILE"]
+        environment_of(Path("/tmp/error.json"), current_replica())["TORCHELASTIC_ERROR_FILE"]
     """
     environ = {**os.environ, ERROR_FILE: str(error_file), "PATH": search_path()}
     environ.setdefault("PYTHONUNBUFFERED", "1")  # so that the log of a killed command has all its output
+    # The records of a replica have one writer, so the commands of other members report nothing.
+    if replica.page is not None and replica.page.file >= 0 and replica.member == 0:
+        environ[PAGE] = path_of_descriptor(replica.page.file)
     if _torch_version() < FREE_PORT_SINCE:
         environ = {**RENDEZVOUS_OF_TORCHRUN, **environ}
     return environ

@@ -51,6 +51,14 @@ while len(list(folder.glob("ready-*"))) < 3:
 (folder / "begun").touch()
 time.sleep(60)
 """
+REPORTS = """
+import sys
+from executors import current_replica
+
+replica = current_replica()
+replica.report(step=int(sys.argv[1]), loss=1.0)
+print(replica.page is not None)
+"""
 RAISES = """
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -168,6 +176,28 @@ def test_the_member_whose_command_failed_is_named(start: Callable[..., Run]) -> 
     assert str(outcome.error).startswith("Member 1 of 2 failed first.\nThe command ")
 
 
+def test_the_first_process_of_a_command_that_asks_for_its_replica_reports_for_it(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    (tmp_path / "reports.py").write_text(REPORTS)
+    # A process with another RANK reports nothing. The one after the first continues its records.
+    script = 'RANK=1 python "$0" 100; python "$0" 1; python "$0" 5'
+    run = start("sh", "-c", script, tmp_path / "reports.py")
+    outcome = ended(run)
+    assert (outcome.status, outcome.output_tail.splitlines()) == (ReplicaStatus.SUCCEEDED, ["False", "True", "True"])
+    assert outcome.reported is not None
+    assert (outcome.reported["step"], outcome.reached) == (5, {"step": 5})
+    assert [row.values["step"] for row in run.metrics().numbers] == [1, 5]
+
+
+def test_the_commands_of_two_members_have_one_process_that_reports(start: Callable[..., Run], tmp_path: Path) -> None:
+    (tmp_path / "reports.py").write_text(REPORTS)
+    outcome = ended(start("python", tmp_path / "reports.py", 7, procs=2))
+    assert (outcome.status, sorted(outcome.output_tail.splitlines())) == (ReplicaStatus.SUCCEEDED, ["False", "True"])
+    assert outcome.reported is not None
+    assert outcome.reported["step"] == 7
+
+
 def test_the_folder_of_this_python_is_the_first_in_which_the_program_is_looked_for(start: Callable[..., Run]) -> None:
     script = f"import sys; sys.exit(sys.executable != {sys.executable!r})"
     assert ended(start("python", "-c", script)).status is ReplicaStatus.SUCCEEDED
@@ -191,6 +221,7 @@ def test_a_command_without_a_program_is_refused_before_anything_is_written(comma
     [
         ({"command": ["true"], "args": {"x": 1}}, "A command has all its arguments in itself"),
         ({"command": ["true"], "entrypoint": "m:f"}, "takes an entrypoint or command="),
+        ({"command": ["true"], "tracker": "trackio"}, "A tracker follows the numbers of a function"),
         ({"command": []}, "command is a program and its arguments"),
         ({"command": ["true"], "executor": "inline"}, "Backend 'inline' calls functions and runs no command"),
     ],
