@@ -29,6 +29,7 @@ MAX_ERROR_FILE_BYTES = 1 << 20
 MAX_NOTED = 20_000  # the longest text of the error file that an outcome takes
 RENDEZVOUS_OF_TORCHRUN = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "localhost:0"}
 """Without these, torchrun before torch 2.13 takes port 29500, which a second replica on the machine cannot take."""
+TORCHRUN_REPORT = "torch/distributed/elastic/multiprocessing/api.py"
 FREE_PORT_SINCE = (2, 13)
 
 _asked_group: int | None = None
@@ -76,7 +77,10 @@ def outcome_fields(error: CommandFailedError, output_tail: Callable[[], str]) ->
         line, alike = error.noted.rpartition("\n")[2], fingerprint_of(ReplicasError(error.noted))
         text = f"{text}\n{error.noted}"
         return {**found, "reason": "exception", "error": text, "error_line": line, "fingerprint": alike}
-    if tail := output_tail().strip():
+    # After the error of its process, torchrun prints a traceback of its own and a table without a reason.
+    tail = output_tail().strip()
+    before, report, _ = tail.partition(TORCHRUN_REPORT)
+    if tail := before.rpartition("\n")[0].strip() if report else tail:
         text += f" It printed: {last_error(tail)}"
     return {**found, "reason": "no_result", "error": text, "fingerprint": alike}
 

@@ -59,6 +59,26 @@ replica = current_replica()
 replica.report(step=int(sys.argv[1]), loss=1.0)
 print(replica.page is not None)
 """
+TRAINS = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from diloco import DiLoCo
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with DiLoCo(model, inner_steps=2, total_steps=6) as diloco:
+    for _ in diloco.steps():
+        model(torch.full((1, 2), 1.0 + int(os.environ["REPLICA_RANK"]))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        diloco.step()
+dist.destroy_process_group()
+"""
 RAISES = """
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -243,3 +263,12 @@ def test_torchrun_leaves_the_traceback_of_the_process_that_failed_first(
     (tmp_path / "raises.py").write_text(RAISES)
     outcome = ended(start("torchrun", "--nproc-per-node", "2", tmp_path / "raises.py"))
     assert (outcome.reason, outcome.exit_code, outcome.error_line) == ("exception", 1, "ValueError: no luck")
+
+
+def test_the_measurements_of_a_run_by_torchrun_have_all_rounds(start: Callable[..., Run], tmp_path: Path) -> None:
+    (tmp_path / "trains.py").write_text(TRAINS)
+    run = start("torchrun", "--nproc-per-node", "2", tmp_path / "trains.py", n=2)
+    run.wait(120)
+    assert [outcome and outcome.status for outcome in run.outcomes()] == [ReplicaStatus.SUCCEEDED] * 2
+    rounds = [(row.rank, row.entry) for row in run.metrics().rounds]
+    assert rounds == [(rank, entry) for rank in (0, 1) for entry in (0, 1, 2)]
