@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from executors.errors import EntrypointImportError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.run.run import Run, view_of
 from executors.task.stored import read_task
+from executors.worker.run_command import read_error
 
 SAVES = """
 import os, signal, sys, time
@@ -249,6 +252,35 @@ def test_a_command_without_a_program_is_refused_before_anything_is_written(comma
 def test_a_command_with_what_does_not_fit_is_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         launch(**{"executor": "local", "n": 1, **given})
+
+
+def test_the_words_after_two_dashes_are_a_command_if_no_entrypoint_is_given(tmp_path: Path) -> None:
+    words = ["launch", "--n", "2", "--dry-run", "--json", "--", "python", "train.py", "--lr", "${rank}"]
+    answer = subprocess.run(
+        [sys.executable, "-m", "executors.cli", *words], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    found = json.loads(answer.stdout)
+    assert found["task_record"]["command"] == ["python", "train.py", "--lr", "${rank}"]
+    assert found["task_record"]["entrypoint"] is None
+    assert found["run_record"]["entrypoint"] == "python train.py --lr '${rank}'"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b'{"message": "ChildFailed"}', "ChildFailed"),
+        (b'{"message": {"message": "E: x", "extraInfo": {"py_callstack": "Traceback\\nE: x"}}}', "Traceback\nE: x"),
+        (b'{"message": {"message": "E: x", "extraInfo": 7}}', "E: x"),
+        (b'{"message": {"message": 7}}', None),
+        (b'["message"]', None),
+        (b"[" * 100_000, None),
+        (b"\xff", None),
+    ],
+)
+def test_the_error_file_of_a_command_may_hold_anything(tmp_path: Path, content: bytes, expected: str | None) -> None:
+    file = tmp_path / "error.json"
+    file.write_bytes(content)
+    assert read_error(file) == expected
 
 
 def test_a_program_that_is_missing_where_the_replica_starts_is_a_failed_start(start: Callable[..., Run]) -> None:
