@@ -417,7 +417,19 @@ def _parents() -> Iterator[tuple[int, int]]:
             yield int(name), int(fields[1])
 
 
-def ask_children_to_end(limit_s: float) -> None:
+def path_of_descriptor(descriptor: int) -> str:
+    """Return a path by which other processes of this user open a file of this process, for as long as it is open.
+
+    Args:
+        descriptor: the descriptor.
+
+    Example:
+        path_of_descriptor(file)  # "/proc/4711/fd/7"
+    """
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def ask_children_to_end(limit_s: float, but_group: int | None = None) -> None:
     """Send SIGTERM once to each child of this process, and wait until all have ended.
 
     An orphan is asked, too, when it becomes a child of this process, if this process is a subreaper. There is no wait
@@ -425,6 +437,7 @@ def ask_children_to_end(limit_s: float) -> None:
 
     Args:
         limit_s: the longest wait in seconds.
+        but_group: a process group whose processes have got SIGTERM already, and get no second one. Default: none.
     """
     deadline = time.monotonic() + limit_s
     asked: set[int] = set()
@@ -435,7 +448,8 @@ def ask_children_to_end(limit_s: float) -> None:
             if pid not in asked:
                 asked.add(pid)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGTERM)
+                    if but_group is None or os.getpgid(pid) != but_group:
+                        os.kill(pid, signal.SIGTERM)
         if all(_ignores(pid, signal.SIGTERM) for pid in living):
             return
         time.sleep(pause_s)

@@ -59,8 +59,8 @@ TASKS = "replicas.tasks"  # the group of entry points that names the default tas
 RESTARTS = "N, N/1h, preempted or none."
 ENTRYPOINT = (
     "The function or script that each replica runs: train.py:main, pkg.mod:main or train.py. A file alone runs its "
-    "main if `python train.py` only calls main. Otherwise, and with -- ARGV… at the end, it runs as a script. Default: "
-    "the demo."
+    "main if `python train.py` only calls main. Otherwise, and with -- ARGV… at the end, it runs as a script. Without "
+    "ENTRYPOINT, the words after -- are a command, such as torchrun. Default: the demo."
 )
 MODULE = "Run the module or package ENTRYPOINT, as `python -m ENTRYPOINT ARGV…` does."
 BACKEND = "A backend of `replicas backends`, or pkg.mod:Class. Several with their numbers: slurm:4,modal:4."
@@ -88,6 +88,7 @@ FROM_SNAPSHOT = "Begin a new run at the newest complete snapshot, if the newest 
         "replicas launch train.py:main --n 8 --arg steps=500 --arg lr=0.01",
         "replicas launch train.py --n 4 -- --lr 1e-3 --out 'out/${rank}'",
         "replicas launch -m pkg.train --n 4 -- --lr 1e-3",
+        "replicas launch --n 4 --gpu H100:8 -- torchrun --nproc-per-node gpu train.py --lr 1e-3",
         "replicas launch train.py:main --n 8 --backend modal --gpu H100 --rendezvous s3://BUCKET/runs --detach",
         "replicas launch train.py:main --backend slurm:4,modal:4 --option slurm.partition=gpu --rendezvous s3://BUCKET/runs",
         "replicas launch train.py:main --n 8 --restarts 3 --timeout 2h --fail-fast",
@@ -125,6 +126,7 @@ def launch(
     from executors.launcher import plan_launch
     from executors.launcher.several_backends import executor_of, options_by_part, total_replicas
     from executors.registry.run_index import locate, preparing
+    from executors.task.command import Command
     from executors.task.launch_request import LaunchRequest
 
     output, request = Output(as_json), None
@@ -148,11 +150,12 @@ def launch(
                     refuse(f"-m needs the name of a module, as in -m pkg.train, got {entrypoint!r}.")
                 given, chosen = parse_texts("--arg", arg), options_of(backend, option, volume)
                 asked = {name: value for name, value in settings.items() if value is not None}
+                is_command = entrypoint is None and context.obj is not None
                 request = LaunchRequest.of(
-                    default_task() if entrypoint is None else entrypoint,
+                    Command.of(context.obj) if is_command else entrypoint or default_task(),
                     args={name: value for name, value in args.items() if name not in given},
                     arg_texts={**texts, **given},
-                    argv=[] if module and context.obj is None else context.obj,
+                    argv=None if is_command else [] if module and context.obj is None else context.obj,
                     rendezvous=rendezvous,
                     run_id=run_id,
                     env=parse_texts("--env", env),

@@ -17,6 +17,7 @@ from executors.registry import get_executor
 from executors.registry.run_index import preparing
 from executors.settings import GATHER_S
 from executors.settings.policy import Restarts
+from executors.task.command import Command
 from executors.task.entrypoint import check_nothing_loads
 from executors.task.launch_request import LaunchRequest
 
@@ -34,6 +35,7 @@ def launch(
     *,
     args: Mapping[str, Any] | None = None,
     argv: Sequence[str] | None = None,
+    command: Sequence[str] | None = None,
     rendezvous: str | Path | None = None,
     run_id: str | None = None,
     gpu: str | None = None,
@@ -80,6 +82,9 @@ def launch(
         argv: run the file or module that the entrypoint names as a script, with these arguments. Each replica fills in
             placeholders as in `args`. The result is None. A file whose part below `if __name__ == "__main__"` does
             more than call `main()` is also run as a script without arguments; see ADR 0044.
+        command: a program and its arguments, as in `["torchrun", "train.py"]`. Each replica runs it as it is, without a
+            shell. Give it without an entrypoint. Each replica fills in placeholders as in `args`. The result is None.
+            Default: the entrypoint is called.
         rendezvous: the url of the store in which the run is kept. Default: a directory of this user.
         run_id: the name of the run. Default: two words and four hexadecimal digits.
         gpu: the GPU of each replica, as in "H100" or "H100:2". Default: no GPU.
@@ -157,6 +162,11 @@ def launch(
     """
     asked: dict[str, Any] = {name: value for name, value in locals().items() if name not in NOT_REQUESTED}
     check_nothing_loads()
+    del asked["command"]
+    if command is not None:
+        if entrypoint is not None:
+            raise ValueError("launch() takes an entrypoint or command=, and both are given. Remove one of them.")
+        asked["entrypoint"] = Command.of(command)
     if config is not False or profile is not None:
         from executors.launcher.launch_settings import filled
 

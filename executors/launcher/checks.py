@@ -21,6 +21,7 @@ from executors.store import open_store
 from executors.store.run_key import RUN_KEY
 from executors.task.arguments import annotations_in, from_texts, split_rank_env, to_json
 from executors.task.code_package import Package
+from executors.task.command import Command, check_program
 from executors.task.entrypoint import (
     SCRIPT,
     check_entrypoint,
@@ -207,6 +208,34 @@ def check_procs(backend: Backend, request: LaunchRequest) -> None:
         )
 
 
+def check_command(placements: Placements, request: LaunchRequest) -> None:
+    """Check that the backend can run a command, and that this machine has its program if replicas run here.
+
+    Args:
+        placements: the placements of the launch.
+        request: the launch.
+
+    Raises:
+        ValueError: no process of ours supervises a replica there, so none could ask the command to end.
+        EntrypointImportError: there is no such program.
+    """
+    command = request.entrypoint
+    if not isinstance(command, Command):
+        return
+    if not placements.starts_single_ranks:
+        raise ValueError(
+            f"Backend {placements.backend_name!r} calls functions and runs no command: got {str(command)!r}. Use a "
+            "backend such as local or modal."
+        )
+    if request.settings.tracker is not None:
+        raise ValueError(
+            f"A tracker follows the numbers of a function, and this launch runs the command {str(command)!r}. Remove "
+            "tracker (--tracker), and start the tracker in the command itself."
+        )
+    if any(placed.placement.backend == "local" for placed in placements.placed):
+        check_program(command, {**os.environ, **(request.env or {})})
+
+
 def check_spares(placements: Placements, request: LaunchRequest) -> None:
     """Check that the spares of a launch can start, and that they could take a rank over.
 
@@ -240,7 +269,7 @@ def check_pickle(backend: Backend, request: LaunchRequest) -> None:
     Raises:
         ValueError: replicas run another minor version of Python.
     """
-    if not isinstance(request.entrypoint, str):
+    if not isinstance(request.entrypoint, str | Command):
         backend.check_pickle(PYTHON)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from executors.backend import affordable_s, as_executor, no_progress
 from executors.errors import BackendError, RunExistsError
 from executors.launcher.checks import (
+    check_command,
     check_directory,
     check_environment,
     check_faults,
@@ -244,6 +245,7 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
             print(f"replicas: {words}", file=sys.stderr)
     check_spares(placements, request)
     check_procs(placements, request)
+    check_command(placements, request)
     key = None
     if settings.from_run is not None:
         request, key = find_source_run(request, placements)

@@ -37,11 +37,26 @@ LINES_PER_DOUBLING = 20_000
 USAGE_S = 30.0
 
 
+def segments_prefix(run_id: str, rank: int, attempt: int) -> str:
+    """Return the beginning of the keys of an attempt's segments.
+
+    Args:
+        run_id: the run.
+        rank: the rank.
+        attempt: the number of the attempt.
+
+    Example:
+        segments_prefix("otter", 3, 0)  # "otter/metrics/0003/0/"
+    """
+    return f"{run_id}/metrics/{rank:04d}/{attempt}/"
+
+
 class Recorder:
     """Collects the measurements of one attempt, and writes them.
 
     Args:
         began: the time of the attempt's claim, by `clock`.
+        n_segments: the number of segments that another process of this attempt has written. Default 0.
     """
 
     def __init__(
@@ -52,12 +67,13 @@ class Recorder:
         attempt: int,
         *,
         began: float,
+        n_segments: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._run = run_record_key(run_id)
         self._rank = rank
-        self._prefix = f"{run_id}/metrics/{rank:04d}/{attempt}/"
+        self._prefix = segments_prefix(run_id, rank, attempt)
         self._began = began
         self._clock = clock
         self._is_near = is_near(store.url)
@@ -75,7 +91,8 @@ class Recorder:
         self._line_s, self._line_at, self._n_lines = LINE_S, 0.0, 0
         # Only the thread of the recorder uses these.
         self._lines = list[bytes]()
-        self._n_bytes = self._left_out = self._n_segments = 0
+        self._n_bytes = self._left_out = 0
+        self._n_segments = n_segments
         self._closed: bytes | None = None
         """A segment that must be written unchanged, because it may exist although the store reported an error."""
         self._close_at: float | None = None

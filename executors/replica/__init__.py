@@ -6,6 +6,7 @@ Every backend gives a replica the same five environment variables. `current_repl
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import os
 import stat
@@ -61,6 +62,7 @@ FOR_THE_WORKER = (
 MEMBER = "REPLICA_MEMBER"  # the number of this process in a replica of several processes
 MEMBERS = "REPLICA_MEMBERS"
 OF_MEMBERS = (MEMBER, MEMBERS)
+PAGE = "REPLICA_PAGE"  # the file of the page, for the processes of a command
 NOTICE_S = "REPLICA_NOTICE_S"  # the time between a service's signal and the end of the container; a launch may set it
 LOST_AFTER_S = "REPLICA_LOST_AFTER_S"  # the silence after which a spare takes over a rank; a launch may set it
 UNSEEN = nullcontext()
@@ -103,7 +105,7 @@ def place_in_replica(environ: Mapping[str, str] = os.environ) -> tuple[int, int]
 
 def leave_process_group() -> None:
     """Remove the variables that announce a process group, or several processes of a replica, from the environment."""
-    for name in (*PROCESS_GROUP, *OF_MEMBERS):
+    for name in (*PROCESS_GROUP, *OF_MEMBERS, PAGE):
         os.environ.pop(name, None)
 
 
@@ -598,6 +600,9 @@ def find_replica() -> Replica | None:
     with _lock:
         if _current is None and any(name in os.environ for name in CONTRACT):
             _current = replica_from(os.environ)
+            if PAGE in os.environ and os.environ.get("RANK", "0") == "0":
+                # This process belongs to a command. The import is by name, because the worker is a room above this one.
+                importlib.import_module("executors.worker.speaker").speak_for(_current)
         if _current is not None:
             _current.knows_rank = True
         return _current

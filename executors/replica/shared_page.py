@@ -30,8 +30,8 @@ OTHERS = "others"
     READY, BEAT, TICK, MARK, PROGRESS_MARKS, SAVED_MARKS, SINCE, ROW, LIMIT, UNWATCHED, ATOMIC_SINCE, ATOMIC_LEFT,
     ENDING_AT, NOTICE, STEP, ROUND, MAIN_THREAD, STACKS_FILE, N_STACKS, WRITTEN, HANG_RAISED_AT, CLAIMED,
     N_DECISIONS, BEATEN, LEFT_AT, LEFT_WITH, HAS_RESULT, STORE_FAILED,
-    OPENED_AT, FINISHED_AFTER, BEAT_THREAD, HEARTBEAT_THREAD, RAISED_AT,
-) = range(33)  # fmt: skip
+    OPENED_AT, FINISHED_AFTER, BEAT_THREAD, HEARTBEAT_THREAD, RAISED_AT, SPEAKER, BEGAN,
+) = range(35)  # fmt: skip
 # For each section: a name of 48 bytes, its longest interval, the number of intervals, its longest idle stretch.
 ROWS, ROW_SIZE, N_ROWS = 40, 9, 24
 LONGEST, COUNT, IDLE = 6, 7, 8
@@ -118,6 +118,10 @@ class SharedPage:
 
     raised_at = _Number(RAISED_AT)
     """The time at which an exception of the entrypoint reached the worker, or 0."""
+    speaker = _Number(SPEAKER)
+    """The pid of the process of a command that reports for the replica, or 0 if there was none."""
+    began = _Number(BEGAN)
+    """The time of the attempt's claim, from which measurements count, for such a process."""
 
     def __init__(self, after: SharedPage | None = None) -> None:
         self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)  # shared with forked children
@@ -154,6 +158,16 @@ class SharedPage:
         self._file = os.dup(file)  # for the other members of a replica, which open this page, too
         return file
 
+    @property
+    def file(self) -> int:
+        """The descriptor of the page's file. -1: it has none that is open."""
+        return self._file
+
+    def keep_file(self) -> None:
+        """Move the page into a file without a name that stays open, so that other processes can open the page."""
+        if self._file < 0:
+            os.close(self.share())
+
     def close_file(self) -> None:
         """Close the descriptor of a page that no further process will open."""
         if self._file >= 0:
@@ -161,17 +175,21 @@ class SharedPage:
             self._file = -1
 
     @classmethod
-    def open(cls, file: int) -> SharedPage:
+    def open(cls, file: int, *, keeps: bool = False) -> SharedPage:
         """Open the page that another process shares, and close the descriptor.
 
         Args:
             file: the descriptor from `share`.
+            keeps: True keeps the descriptor until `close_file`. Default False.
         """
         page = cls()
         page._memory = mmap.mmap(file, HEAD_BYTES + TAIL_BYTES)
         page._numbers = memoryview(page._memory)[:HEAD_BYTES].cast("d")
         page._rows = {name: row for name, row in page._read_rows() if name}
-        os.close(file)
+        if keeps:
+            page._file = file
+        else:
+            os.close(file)
         return page
 
     def detach(self) -> None:

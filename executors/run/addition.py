@@ -37,6 +37,7 @@ from executors.status import name_ranks
 from executors.store.records import exists
 from executors.store.url import directory_of
 from executors.task.addition_record import take_ranks
+from executors.task.command import Command
 from executors.task.create import add_code
 from executors.task.launch_request import LaunchRequest
 from executors.task.record import LaunchedWith, Placement
@@ -225,7 +226,9 @@ def _check_start(run: RunView, backend: Backend, task: StoredTask, asked: Additi
             "that was launched with a rendezvous that all reach can have replicas there: --rendezvous s3://BUCKET/…"
         )
     check_pickle_of(task, backend)
-    entrypoint = task.record.entrypoint or len  # a pickled callable is not loaded here, so any callable stands for it
+    words = task.record.command
+    # A pickled callable is not loaded here, so any callable stands for it.
+    entrypoint = Command.of(words) if words else task.record.entrypoint or len
     args = dict(task.record.args or {}) | dict.fromkeys(task.record.arg_texts, "") if task.record.entrypoint else {}
     with _noting_inherited_values(asked, settings):
         backend.check_launch(LaunchRequest(entrypoint=entrypoint, settings=settings, args=args))

@@ -189,7 +189,7 @@ def check_pickle_of(task: StoredTask, backend: Backend) -> None:
     Example:
         check_pickle_of(task, run.placements)
     """
-    if task.record.entrypoint is None:
+    if task.record.callable_sha256 is not None:
         backend.check_pickle(task.record.python, f"The callable of run {task.run_id!r}")
 
 

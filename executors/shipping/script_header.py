@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from executors.errors import EntrypointError
+from executors.task.command import Command
 from executors.task.entrypoint import find_source
 
 BLOCK = re.compile(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$")  # copied from the PEP
@@ -63,6 +64,8 @@ def script_of(entrypoint: str | Callable[..., Any]) -> Path | None:
         with contextlib.suppress(EntrypointError):  # the check of the entrypoint reports this error
             found = find_source(entrypoint)
             return None if found is None else found[0]
+        return None
+    if isinstance(entrypoint, Command):
         return None
     file = getattr(sys.modules.get(str(getattr(entrypoint, "__module__", None))), "__file__", None)
     return Path(file) if file is not None and file.endswith(".py") else None

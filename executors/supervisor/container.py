@@ -46,6 +46,7 @@ from executors.supervisor.new_process import describe_threads, receive_message, 
 from executors.supervisor.processes import (
     RunningAttempt,
     how_started,
+    keep_page_of_command,
     kill_processes,
     leave_supervisor,
     read_task_ahead,
@@ -207,6 +208,7 @@ class ContainerStarter:
         """Start an attempt's processes, and return their pids. Fork, unless a fork would lose threads."""
         self._pages, pids = pages, list[int]()
         try:
+            keep_page_of_command(self._task, pages[0])
             for number, page in enumerate(pages):
                 place = None if group is None else group.place_of(number, pages[0])
                 pids.append(self._start_process(attempt, page, close, group, place))
@@ -335,7 +337,7 @@ class ContainerStarter:
             spec = RunSpec.from_json(message["spec"])
             ranks = cls(spec, term_grace_s=message["term_grace_s"], gpu=message["gpu"])
             ranks._last_pids = message["last_pids"]
-            page = SharedPage.open(shares["page"])
+            page = SharedPage.open(shares["page"], keeps=True)
             place = MemberPlace.received(message["member"], shares)
             leave_supervisor([])
             ranks._prepare_process(page, place)

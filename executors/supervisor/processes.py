@@ -394,6 +394,17 @@ def kill_processes(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def keep_page_of_command(task: StoredTask | None, page: SharedPage) -> None:
+    """Keep the file of a page open if the replica runs a command, whose processes open the page.
+
+    Args:
+        task: the task of the run. None: it could not be read, and the page is not shared.
+        page: the page of member 0, before its process is forked.
+    """
+    if task is not None and task.record.command is not None:
+        page.keep_file()
+
+
 def leave_supervisor(close: Iterable[int]) -> None:
     """Remove the supervisor's state from a process that was just forked: its session, signal handlers and descriptors.
 

@@ -41,6 +41,7 @@ from executors.store.run_key import key_id, new_key, parse_key
 from executors.store.url import address_of, check_run_id
 from executors.task.arguments import check_call, split_rank_env
 from executors.task.code_package import Package
+from executors.task.command import Command
 from executors.task.entrypoint import describe
 from executors.task.launch_request import LaunchRequest
 from executors.task.pickles import pickle_call
@@ -295,6 +296,8 @@ def _pack_task(
                 )
         texts = dict(request.arg_texts or {})
         return to_bytes({**record, "entrypoint": entrypoint, "args": kwargs, "arg_texts": texts}), None
+    if isinstance(entrypoint, Command):
+        return to_bytes({**record, "entrypoint": None, "command": list(entrypoint.words)}), None
     check_call(entrypoint, kwargs, describe(entrypoint))
     try:
         pickled, modules = pickle_call(entrypoint, kwargs)

@@ -39,6 +39,7 @@ from executors.errors import (
     kind_of,
 )
 from executors.module_search import PARSING, RESERVED, search_first
+from executors.task.command import Command
 
 SCRIPT = "__main__"
 MAX_CHOICES = 3
@@ -608,8 +609,8 @@ def describe(entrypoint: str | Callable[..., Any]) -> str:
     Args:
         entrypoint: the callable, or its name.
     """
-    if isinstance(entrypoint, str):
-        return entrypoint
+    if isinstance(entrypoint, str | Command):
+        return str(entrypoint)
     named = named_by(entrypoint)
     return f"{getattr(named, '__module__', '?')}.{named.__qualname__}"
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 from executors.settings import Settings
 from executors.settings.settings import DEFAULTS
 from executors.store.url import check_run_id, check_scheme, new_run_id
+from executors.task.command import Command
 from executors.task.entrypoint import describe
 
 VARIABLE = re.compile(r"[^\s=\0]+")
@@ -91,7 +92,9 @@ class LaunchRequest:
         for name, (kinds, words) in KINDS.items():
             if (value := getattr(self, name)) is not None and not isinstance(value, kinds):
                 raise TypeError(f"{name} {words}, got {value!r}.")
-        if self.argv is not None:
+        if isinstance(self.entrypoint, Command):
+            self._check_command()
+        elif self.argv is not None:
             self._check_script()
         if self.rendezvous is not None:
             check_scheme(self.rendezvous)
@@ -107,6 +110,13 @@ class LaunchRequest:
                 raise ValueError(f"env names variables, as in {{'STAGE': 'test'}}, got {name!r}.")
         if self.run_id is not None:
             check_run_id(self.run_id)
+
+    def _check_command(self) -> None:
+        if self.args or self.arg_texts or self.argv:
+            raise ValueError(
+                f"A command has all its arguments in itself, got args for {str(self.entrypoint)!r}. Remove args, argv "
+                "and --arg, and write the arguments behind the program."
+            )
 
     def _check_script(self) -> None:
         if isinstance(self.argv, str) or not all(isinstance(text, str) for text in self.argv or ()):

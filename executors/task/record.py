@@ -140,7 +140,9 @@ class TaskRecord(Record):
     python: str = checked(text(100))
     """The minor version of the Python that made the pickle, as in "3.11"."""
     entrypoint: str | None = checked(nullable(text()), None)
-    """The name of the entrypoint. None: the entrypoint is the pickled callable."""
+    """The name of the entrypoint. None: the entrypoint is the pickled callable, or the command."""
+    command: tuple[str, ...] | None = checked(nullable(list_of(text())), None)
+    """The program that each replica runs, with its arguments. None: the entrypoint is a function or a script."""
     args: Mapping[str, Any] | None = checked(nullable(json_object), None)
     arg_texts: Mapping[str, Any] = checked(json_object, {})
     """Arguments from the command line, as texts. The replica converts them by the function's annotations."""
@@ -172,7 +174,7 @@ class TaskRecord(Record):
 
     @classmethod
     def parse(cls, data: Any, key: str = "task.json", url: str = "") -> TaskRecord:
-        """Parse the bytes of a task, which must name an entrypoint or a callable.
+        """Parse the bytes of a task, which must name an entrypoint, a callable or a command.
 
         Args:
             data: the bytes.
@@ -183,8 +185,8 @@ class TaskRecord(Record):
             CorruptObjectError: the bytes are not a task. The message names the field.
         """
         task = super().parse(data, key, url)
-        if task.entrypoint is None and task.callable_sha256 is None:
-            raise Fields({}, key, url).refusal("it names neither an entrypoint nor a callable")
+        if task.entrypoint is None and task.callable_sha256 is None and not task.command:
+            raise Fields({}, key, url).refusal("it names neither an entrypoint nor a callable nor a command")
         return task
 
 

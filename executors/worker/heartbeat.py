@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from executors.attempt import Beat
 from executors.errors import StoreError
-from executors.process import kill_descendants
+from executors.process import kill_descendants, start_time
 from executors.protocol import WarningCount
 from executors.replica import Replica
 from executors.status import STEPS_PER_S
@@ -41,6 +41,7 @@ class Heartbeat:
         grace_s: seconds between SIGTERM and SIGKILL if this thread ends the replica. Default 5.
         log: the output whose end is copied every minute. None, the default: nothing is copied.
         is_silent: True writes nothing, as in the members of a replica beside member 0. Default False.
+        is_speaker: True in a process of a command that reports in the place of its worker. Default False.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Heartbeat:
         grace_s: float = 5.0,
         log: LogCopy | None = None,
         is_silent: bool = False,
+        is_speaker: bool = False,
     ) -> None:
         self._replica = replica
         self._log = log
@@ -62,6 +64,9 @@ class Heartbeat:
         self._writing = _thread.allocate_lock()
         self._is_stopped = False
         self._is_silent = is_silent
+        self._is_speaker = is_speaker
+        self._heard = 0
+        """The pid of the process of a command whose last report the replica has."""
         self._wakeup = _thread.allocate_lock()  # held until the thread must look, or end
         self._wakeup.acquire()
         if replica.warnings is not None:
@@ -81,7 +86,7 @@ class Heartbeat:
         _thread.start_new_thread(self._run, ())
 
     def _run(self) -> None:
-        if self._replica.page is not None:
+        if self._replica.page is not None and not self._is_speaker:
             self._replica.page.heartbeat_thread = _thread.get_native_id()
         beaten_at = -BEAT_S
         copied_at = time.monotonic()
@@ -97,6 +102,9 @@ class Heartbeat:
             self._pace.look(now, self._replica.reported.get("step"))
             # Before the heartbeat with their number, so that a reader of the number finds the record.
             self._write_warnings()
+            if self._is_left_to_speaker():
+                beaten_at = now
+                continue
             if self._is_news or now - beaten_at >= BEAT_S:
                 self.beat()
                 beaten_at = now
@@ -109,6 +117,27 @@ class Heartbeat:
                 with self._writing:
                     if not self._is_stopped and not self._run_is_gone:
                         self._replica.recorder.look(is_last=sigterm_arrived())  # after SIGTERM it may be killed soon
+
+    def _is_left_to_speaker(self) -> bool:
+        """True if a process of the replica's command writes the heartbeats now."""
+        page = self._replica.page
+        if self._is_speaker or page is None or not page.speaker:
+            return False
+        if start_time(int(page.speaker)) is not None:
+            return True
+        self.take_reports()
+        return False
+
+    def take_reports(self) -> None:
+        """Take the last report of a process of the command, so that the next heartbeat and the outcome have it."""
+        page, store = self._replica.page, self._replica.store
+        if self._is_speaker or page is None or page.speaker in (0, self._heard):
+            return
+        with contextlib.suppress(StoreError):
+            reported = Beat.parse(store.get(self._key), self._key, store.url).reported
+            self._replica.reported |= {name: value for name, value in reported.items() if name != STEPS_PER_S}
+            self._heard = int(page.speaker)
+            self._written = dict(self._replica.reported)
 
     def beat(self) -> None:
         """Write a heartbeat now, unless the thread was stopped. A store that fails does not end the training."""

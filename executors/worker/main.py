@@ -26,7 +26,13 @@ from executors.attempt.outcome import describe_end, encode_outcome
 from executors.errors import HangError, ReplicasError, ResultError, StoreError
 from executors.metrics.recorder import Recorder
 from executors.patience import BRIEF, OUTCOME, START, retry, waits
-from executors.process import DescriptorReserve, ask_children_to_end, children, flush_c_streams, kill_descendants
+from executors.process import (
+    DescriptorReserve,
+    ask_children_to_end,
+    children,
+    flush_c_streams,
+    kill_descendants,
+)
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
@@ -38,6 +44,7 @@ from executors.store.records import read_record
 from executors.store.run_key import hold_key
 from executors.store.url import split_address
 from executors.task.entrypoint import command_for
+from executors.task.placeholders import fill
 from executors.task.record import LaunchedWith, RunRecord
 from executors.task.stored import StoredTask, read_task
 from executors.worker.claim import CancelledBeforeStart, claim_attempt
@@ -206,7 +213,7 @@ class _Worker:
         self.replica.store = store
         self.replica.page = assignment.page
         if assignment.page is not None:
-            assignment.page.claimed = number + 1
+            assignment.page.began, assignment.page.claimed = began, number + 1
         self.warnings = WarningLog(self.attempt)
         while EARLY_WARNINGS:
             self.warnings.add(EARLY_WARNINGS.pop(0))
@@ -266,7 +273,8 @@ class _Worker:
         self.stop(outcome)
         _flush()
         self._record(outcome)
-        return outcome.exit_code if outcome.exit_code is not None else 1
+        code = 1 if outcome.exit_code is None else outcome.exit_code
+        return code if code >= 0 else 128 - code  # a command that signal N ended, as a shell reports it
 
     def _set_environment(self) -> None:
         """Set the variables of the replica. If it has several processes, set also torchrun's variables."""
@@ -362,6 +370,11 @@ class _Worker:
             if code == BAD_OPTIONS and self._entrypoint is not None:
                 text += f" The options of a script go behind --: {command_for(self._entrypoint)} -- …"
             return self._failed("no_result", text, code, fingerprint=fingerprint_of(error))
+        commands = sys.modules.get("executors.worker.run_command")
+        if commands is not None and isinstance(error, commands.CommandFailedError):
+            if (page := self.replica.page) is not None and page.ending_at is not None:
+                return self._left(page)  # one of its processes has read that it must end
+            return self._failed(**commands.outcome_fields(error, self._assignment.output_tail))
         if isinstance(error, NoGpuError):
             return self._failed("start_failed", str(error), 1, fingerprint=fingerprint_of(error))
         if isinstance(error, UnhealthyError):
@@ -394,6 +407,7 @@ class _Worker:
         return self._ended(ReplicaStatus.FAILED, reason, error=error, exit_code=exit_code, **more)
 
     def _ended(self, status: ReplicaStatus, reason: Reason | None, **more: Any) -> Outcome:
+        self.heartbeat.take_reports()
         reported, page = dict(self.replica.reported), self.replica.page
         reached = {name: reported[name] for name in ("round", "step") if name in reported} or None
         more = {"reached": reached, **({} if page is None else page.outcome_fields()), **more}
@@ -516,6 +530,13 @@ def _load(replica: Replica, stored: StoredTask, assignment: Assignment) -> Calla
     launched = stored.record.launched_with  # it lacks some variables that a resume or an addition gives
     given = {*assignment.spec.env, *_recorded_env(replica.rank, launched)}
     own = fill_in_environment(replica, given)
+    if (command := stored.record.command) is not None:
+        from executors.worker.run_command import run_command  # only here, because it imports `subprocess`
+
+        replica.recorder = None  # a process of the command records the measurements
+
+        # The GPU is not checked: the program may use another framework, or a torch of another environment.
+        return functools.partial(run_command, fill(list(command), own), replica)
     function, args = stored.load(own)
     if assignment.gpu is not None:
         check_gpu(assignment.gpu)
@@ -564,7 +585,8 @@ def _leave(code: int, grace_s: float) -> NoReturn:
         atexit._run_exitfuncs()
         _flush()
         if grace_s > 0:
-            ask_children_to_end(grace_s)
+            commands = sys.modules.get("executors.worker.run_command")
+            ask_children_to_end(grace_s, None if commands is None else commands.asked_group())
         if children(os.getpid()):
             kill_descendants(os.getpid())
     finally:

@@ -217,6 +217,8 @@ BAD_TASK_FIELDS: dict[str, dict[str, Any]] = {
     "an entrypoint that is none": {"entrypoint": ["os:system"]},
     "arguments that are none": {"args": ["a"]},
     "no entrypoint": {"entrypoint": None},
+    "a command that is none": {"entrypoint": None, "command": "true"},
+    "a command without words": {"entrypoint": None, "command": []},
     "a digest that is none": {"entrypoint": None, "callable_sha256": "../x"},
     "modules that are none": {"modules": "train"},
     "a variable that is none": {"rank_env": 5},

@@ -35,7 +35,13 @@ from executors.store import store_at
 from executors.store.file import FULL
 from executors.supervisor.members import MemberGroup, count_members
 from executors.supervisor.new_process import receive_message, start_python
-from executors.supervisor.processes import how_started, kill_processes, leave_supervisor, read_task_ahead
+from executors.supervisor.processes import (
+    how_started,
+    keep_page_of_command,
+    kill_processes,
+    leave_supervisor,
+    read_task_ahead,
+)
 from executors.supervisor.supervisor import Supervisor
 from executors.supervisor.supervisor_lock import hold, open_locks
 from executors.task.stored import StoredTask
@@ -126,7 +132,7 @@ def become_replica() -> NoReturn:
     try:
         message, shares = receive_message()
         launch = LocalLaunch.from_json(message["launch"])
-        page = SharedPage.open(shares["page"])
+        page = SharedPage.open(shares["page"], keeps=True)
         place = MemberPlace.received(message["member"], shares)
         ranks = LocalStarter(launch, [], message["supervisor_pid"])
         leave_supervisor([])
@@ -319,6 +325,7 @@ class LocalStarter:
                 if gc.isenabled():  # it is disabled at the launch, which makes no garbage
                     gc.collect()  # before the freeze, because frozen garbage is never collected
                 gc.freeze()  # so that the rank's collector does not write to shared pages, which would copy them
+            keep_page_of_command(task, pages[0])
             for number, page in enumerate(pages):
                 place = None if group is None else group.place_of(number, pages[0])
                 if self._launch.preload is not None:
@@ -326,6 +333,8 @@ class LocalStarter:
                     continue
                 pid = fork()
                 if pid == 0:
+                    if number:
+                        pages[0].close_file()
                     own = () if place is None else (place.end_file,)
                     shared = () if group is None else group.descriptors
                     others = [each for each in (*close, *self.private, *shared) if each not in own]
