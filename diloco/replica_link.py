@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from functools import partial
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 from diloco.errors import DiLoCoError
@@ -65,6 +66,24 @@ def leave_all(nonce: str, leave: Callable[[Any], None]) -> None:
     raise SystemExit(LEAVING)
 
 
+def leave_after_error(nonce: str) -> None:
+    """Let each open DiLoCo of a replica leave the run after an error, because the process stays for another attempt.
+
+    Args:
+        nonce: the nonce of the replica's claim.
+
+    Example:
+        leave_after_error(replica.nonce)
+    """
+    for (other, _), diloco in list(is_open.items()):
+        if other == nonce:
+            # The user sees the error of the attempt, and not the error of a DiLoCo that leaves because of it.
+            with suppress(Exception):
+                cast(AbstractContextManager[Any], diloco).__exit__(RuntimeError, RuntimeError(), None)
+    planned.pop(nonce, None)
+    finished.difference_update([key for key in finished if key[0] == nonce])
+
+
 class ReplicaLink:
     """Passes the reports and the progress of one DiLoCo to its replica. Does nothing in a process that is not a
     replica.
@@ -107,6 +126,7 @@ class ReplicaLink:
         finished.discard((nonce, self._name))
         if self._replica is not None:
             self._replica.open_training()
+            self._replica.at_failure.append(partial(leave_after_error, nonce))
         self._is_shown = self._replica is not None and all(nonce != other for other, _ in is_open)
         if self._replica is not None and self._is_shown:
             reported = self._replica.reported

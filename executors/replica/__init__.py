@@ -161,6 +161,8 @@ class Replica:
     """Whether this process was not started by `replicas`. Then nothing of it is saved."""
     at_end: list[Callable[[], None]] = field(default_factory=list, repr=False)
     """Functions to call after the entrypoint has returned."""
+    at_failure: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    """Functions to call after a failure if this process stays for the next attempt."""
     own_models: dict[str, float] = field(default_factory=dict, repr=False)
     """A number for each model that the script changed after `close()`, by the name of its DiLoCo. Equal models have the
     same number."""
