@@ -165,7 +165,7 @@ def test_a_cancel_ends_a_process_that_waits_for_its_next_attempt(local: LocalPro
 def test_two_hundred_restarts_keep_memory_and_descriptors_level(local: LocalProcessExecutor) -> None:
     run = over(started(local, fail_often, "300,backoff=0s:0s", n=200))
     found = run.results()[0]["measured"]
-    assert {end.pid for end in ends(run, 0)} == set(run.results()[0]["pid"])
+    assert {end.pid for end in ends(run, 0)} == {run.results()[0]["pid"]}
     (early_mb, *early), (late_mb, *late) = found[2], found[-1]
     assert late_mb - early_mb < 10
     assert late == early
