@@ -15,6 +15,7 @@ from support.again_tasks import (
     fail_to_initialize,
     fail_unfit,
     hang_when_told,
+    train_again,
 )
 from support.processes import is_alive
 
@@ -169,3 +170,19 @@ def test_two_hundred_restarts_keep_memory_and_descriptors_level(local: LocalProc
     (early_mb, *early), (late_mb, *late) = found[2], found[-1]
     assert late_mb - early_mb < 10
     assert late == early
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fragments": 2, "overlap_steps": 1, "wire": "int8"}], ids=["plain", "overlap"]
+)
+def test_a_diloco_goes_on_in_the_same_process_without_a_missed_round(
+    local: LocalProcessExecutor, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    args = {"total_steps": 40, "fails_at": [14, 22], "options": options, "folder": str(tmp_path)}
+    run = over(launch(local, train_again, 2, args=args, restarts=f"5,{QUICK}", timeout=120))
+    steady, failed = run.results()
+    assert [end.how for end in ends(run, 1)] == [None, "process", "process"], "".join(run.logs(attempt="all"))
+    assert {end.pid for end in ends(run, 1)} == {failed["pid"]}
+    assert failed["living"] == 0
+    assert steady["anchor"] == failed["anchor"]
+    assert [ranks for _, ranks in steady["reports"]] == [[0, 1]] * len(steady["reports"])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from executors import Replica, current_replica, restartable
+from executors.testing import eventually
 from support.restart_tasks import end_by
 
 CALLS: list[str] = []
@@ -146,3 +147,38 @@ def fail_three_times() -> int:
     if current_replica().attempt < 3:
         raise ValueError(f"boom at {os.urandom(4).hex()!r} {current_replica().attempt}")
     return os.getpid()
+
+
+@restartable()
+def train_again(folder: str, total_steps: int, fails_at: list[int], options: dict[str, Any]) -> dict[str, Any]:
+    """Train with the other replica. Rank 1 fails in each attempt but the last, in the middle of a round.
+
+    Rank 0 waits in the same round until rank 1 trains again.
+    """
+    import torch
+
+    from diloco import DiLoCo
+
+    me = current_replica()
+    living = sum(each() is not None for each in MODELS)
+    torch.manual_seed(me.rank)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    MODELS.append(weakref.ref(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    diloco = DiLoCo(model, inner_steps=4, total_steps=total_steps, **options)
+    diloco.attach_state("optimizer", optimizer)
+    reports = []
+    Path(folder, f"{me.rank}.{me.attempt}").touch()
+    for _ in diloco.steps():
+        if me.rank == 0 and diloco.inner_step in fails_at:
+            eventually(Path(folder, f"1.{fails_at.index(diloco.inner_step) + 1}").exists)
+        if me.rank == 1 and me.attempt < len(fails_at) and diloco.inner_step == fails_at[me.attempt]:
+            raise ValueError(f"boom at {diloco.inner_step}")
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if (report := diloco.step()) is not None:
+            reports.append([report.round, list(report.ranks)])
+    diloco.close()
+    anchor = {name: value.sum().item().hex() for name, value in diloco.anchor().items()}
+    return {"pid": os.getpid(), "living": living, "reports": reports, "anchor": anchor}
