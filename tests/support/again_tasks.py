@@ -15,7 +15,7 @@ from executors.testing import eventually
 from support.restart_tasks import end_by
 
 CALLS: list[str] = []
-"""What happened in this process so far."""
+"""The calls in this process so far."""
 
 
 class Model:
@@ -25,7 +25,7 @@ class Model:
         self.me = self
 
 
-MODELS: list[weakref.ref[Model]] = []
+MODELS: list[weakref.ref[Any]] = []
 
 
 def initialize(replica: Replica) -> None:
@@ -180,5 +180,5 @@ def train_again(folder: str, total_steps: int, fails_at: list[int], options: dic
         if (report := diloco.step()) is not None:
             reports.append([report.round, list(report.ranks)])
     diloco.close()
-    anchor = {name: value.sum().item().hex() for name, value in diloco.anchor().items()}
+    anchor = {name: float(value.sum()).hex() for name, value in diloco.anchor().items()}
     return {"pid": os.getpid(), "living": living, "reports": reports, "anchor": anchor}
