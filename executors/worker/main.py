@@ -200,6 +200,8 @@ def call_replica(run: str, digest: str | None = None) -> Any:
     return outcome.result
 
 
+# More than 20 methods: the order of claim, call, outcome and clean-up matters, and each step uses the replica, the
+# heartbeat and the task of the attempt. Several classes would hide the order.
 class _Worker:
     """One replica in this process, which has claimed its attempt."""
 
