@@ -369,6 +369,7 @@ class DiLoCo:
         self._loop = TrainingLoop(self._settings, begins_at=self._inner_step)
         self._link.plan(settings.total_of_steps, me.nonce, internals.begun_at)
         is_open[self._name] = self
+        self._link.call_after_failure(DiLoCo._leave_after_error, self._workers.uploads.finish)
         # A replica that was started again may find that the run has already had its last round.
         self._link.note_step(self._training_side.phase.run_step, settings.plan.total_steps)
         if self._is_over:
@@ -716,6 +717,9 @@ class DiLoCo:
             return
         with contextlib.suppress(ReplicasError):  # the user must see the error of the block, and not one of `close()`
             self._close(in_order=False)
+
+    def _leave_after_error(self) -> None:
+        self._close(in_order=False)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

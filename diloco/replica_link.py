@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -63,6 +64,25 @@ def leave_all(nonce: str, leave: Callable[[Any], None]) -> None:
         for diloco in [each for (other, _), each in is_open.items() if other == nonce]:
             leaving.callback(leave, diloco)
     raise SystemExit(LEAVING)
+
+
+def leave_after_error(nonce: str, leave: Callable[[Any], None]) -> None:
+    """Let each open DiLoCo of a replica leave the run after an error, because the process stays for another attempt.
+
+    Args:
+        nonce: the nonce of the replica's claim.
+        leave: called with each DiLoCo.
+
+    Example:
+        leave_after_error(replica.nonce, lambda diloco: diloco.close())
+    """
+    for (other, _), diloco in list(is_open.items()):
+        if other == nonce:
+            # The user sees the error of the attempt, and not the error of a DiLoCo that leaves because of it.
+            with suppress(Exception):
+                leave(diloco)
+    planned.pop(nonce, None)
+    finished.difference_update([key for key in finished if key[0] == nonce])
 
 
 class ReplicaLink:
@@ -237,6 +257,20 @@ class ReplicaLink:
         """
         if self._replica is not None:
             self._replica.at_end.append(look)
+
+    def call_after_failure(self, leave: Callable[[Any], None], finish: Callable[[], None]) -> None:
+        """Let the replica close its DiLoCos when the script has failed and the process stays for another attempt.
+
+        Args:
+            leave: called with each DiLoCo that is still open.
+            finish: called after that. It ends a thread that outlives its DiLoCo.
+
+        Example:
+            link.call_after_failure(DiLoCo._leave_after_error, workers.uploads.finish)
+        """
+        if self._replica is not None:
+            # The replica calls the last one first.
+            self._replica.at_failure += [finish, partial(leave_after_error, self._nonce, leave)]
 
     def note_changed_model(self, mark: float) -> None:
         """Record that the script has changed the model after this DiLoCo was closed.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from executors.backends.slurm import SlurmExecutor
     from executors.launcher import launch
     from executors.metrics.metrics import Metrics
+    from executors.replica.restartable import restartable
     from executors.run.lookup import attach, list_runs
     from executors.run.run import Run
     from executors.settings.policy import Restarts
@@ -59,6 +60,7 @@ __all__ = [
     "launch",
     "list_runs",
     "open_store",
+    "restartable",
 ]
 
 # Loaded when first used, so that a replica's `import executors` costs little.
@@ -79,6 +81,7 @@ _LAZY = {
     "attach": "executors.run.lookup",
     "launch": "executors.launcher",
     "list_runs": "executors.run.lookup",
+    "restartable": "executors.replica.restartable",
 }
 
 

@@ -291,7 +291,7 @@ class Outcome:
     fingerprint: str | None = None
     """The same for two ends by the same error at the same place."""
     how: str | None = None
-    """How the attempt was started, as in "fork", "launch" or "spare:0". None: by a launch, or by the user."""
+    """How the attempt was started, as in "process", "fork" or "spare:0". None: by a launch, or by the user."""
     notice: str | None = None
     """The signal that announced the end of its machine, if one did."""
     stacks: tuple[str, ...] = ()
@@ -308,6 +308,8 @@ class Outcome:
     """The process of the replica that failed first, if the replica has several. None: it has one, or none failed."""
     members: tuple[MemberEnd, ...] = ()
     """The ends of the processes of a replica that has several, by their numbers."""
+    goes_on: bool = False
+    """Whether the process of the attempt stays, to run the next attempt; see `restartable`."""
     unproven: bool = False
     """Whether the run is signed and this outcome is not proven by the run's key."""
 

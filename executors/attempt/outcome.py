@@ -94,6 +94,7 @@ def parse_outcome(data: Any, key: str = OUTCOME, url: str = "") -> Outcome:
         own_models=None if own_models is None else only_numbers(own_models),
         member=fields.take("member", nullable(integer(0, MAX_PROCS - 1)), None),
         members=fields.take("members", list_of(member_end), ()),
+        goes_on=fields.take("goes_on", flag, False),
         unproven=fields.take("unproven", flag, False),
     )
 
@@ -207,6 +208,8 @@ def _to_bytes(outcome: Outcome) -> bytes:
     fields = asdict(outcome)
     if not outcome.unproven:  # only records of signed runs have this field
         del fields["unproven"]
+    if not outcome.goes_on:  # only records of restartable entrypoints have this field
+        del fields["goes_on"]
     if not outcome.members:  # only records of replicas with several processes have these fields
         del fields["member"], fields["members"]
     return to_bytes(fields)

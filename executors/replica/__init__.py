@@ -24,6 +24,7 @@ from executors.attempt import Attempt, Claim, replica_key
 from executors.errors import KeyNotFoundError, ReplicasError
 from executors.metrics.recorder import Recorder
 from executors.patience import START, retry
+from executors.protocol import ReplicaStatus
 from executors.replica.shared_page import Atomic, Section, SharedPage, Unwatched
 from executors.replica.warning_log import WarningLog
 from executors.store import Store, store_at
@@ -165,6 +166,8 @@ class Replica:
     """Whether this process was not started by `replicas`. Then nothing of it is saved."""
     at_end: list[Callable[[], None]] = field(default_factory=list, repr=False)
     """Functions to call after the entrypoint has returned."""
+    at_failure: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    """Functions to call after a failure if this process stays for the next attempt."""
     own_models: dict[str, float] = field(default_factory=dict, repr=False)
     """A number for each model that the script changed after `close()`, by the name of its DiLoCo. Equal models have the
     same number."""
@@ -220,6 +223,31 @@ class Replica:
                 f"Rank {self.rank} of run {self.run_id!r} was not started by `replicas`: the store has no claim "
                 f"{attempt.key(CLAIM)!r}. Start it with executors.launch(...) or `replicas launch`."
             ) from None
+
+    @cached_property
+    def previous_failure(self) -> str | None:
+        """The error line of this rank's attempt before this one. None if this is the first attempt, or if the attempt
+        before did not fail.
+
+        The value comes from the outcomes in the store, so it is the same after each way of restarting. The first use
+        reads the store.
+
+        Raises:
+            StoreError: the store does not answer.
+
+        Example:
+            if replica.previous_failure is not None:
+                print(f"restarted after {replica.previous_failure}")
+        """
+        if self.is_alone:
+            return None
+        # A lower number may be an attempt that never ran: another process had claimed a later one.
+        for number in range(self.attempt - 1, -1, -1):
+            before = Attempt(self.store, self.run_id, self.rank, number)
+            outcome = retry(before.outcome, START, "the outcome of the attempt before")
+            if outcome is not None and outcome.reason != "fenced":
+                return outcome.headline or None if outcome.status is ReplicaStatus.FAILED else None
+        return None
 
     @cached_property
     def record(self) -> RunRecord | None:

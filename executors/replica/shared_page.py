@@ -32,6 +32,11 @@ OTHERS = "others"
     N_DECISIONS, BEATEN, LEFT_AT, LEFT_WITH, HAS_RESULT, STORE_FAILED,
     OPENED_AT, FINISHED_AFTER, BEAT_THREAD, HEARTBEAT_THREAD, RAISED_AT, SPEAKER, BEGAN,
 ) = range(35)  # fmt: skip
+    OPENED_AT, FINISHED_AFTER, BEAT_THREAD, HEARTBEAT_THREAD, RAISED_AT,
+    WAITS_FOR, GO_ON,
+) = range(35)  # fmt: skip
+OF_PROCESS = (MAIN_THREAD, STACKS_FILE, BEAT_THREAD)
+"""The slots that stay when the process of the page runs its next attempt."""
 # For each section: a name of 48 bytes, its longest interval, the number of intervals, its longest idle stretch.
 ROWS, ROW_SIZE, N_ROWS = 40, 9, 24
 LONGEST, COUNT, IDLE = 6, 7, 8
@@ -122,6 +127,11 @@ class SharedPage:
     """The pid of the process of a command that reports for the replica, or 0 if there was none."""
     began = _Number(BEGAN)
     """The time of the attempt's claim, from which measurements count, for such a process."""
+    waits_for = _Number(WAITS_FOR)
+    """The number of the attempt for which the process of a failed attempt waits, or 0."""
+    go_on = _Number(GO_ON)
+    """The supervisor's answer: the number of the attempt that the process must run, -1 to end it, or 0 before the
+    answer."""
 
     def __init__(self, after: SharedPage | None = None) -> None:
         self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)  # shared with forked children
@@ -143,10 +153,31 @@ class SharedPage:
         """An exception that the rank raises when it leaves `atomic`."""
         self.knows_of_end = False
         """Whether the rank has read that it must end."""
+        self.stacks_file = -1
+        self._begin()
+
+    def _begin(self) -> None:
         self._numbers[ROW], self._numbers[LIMIT] = FIRST_ROW, math.nan
         self._numbers[STEP] = self._numbers[ROUND] = math.nan
-        self.stacks_file = -1
         self.since = self.beat = self.beaten = self.tick = monotonic()
+
+    def renew(self) -> None:
+        """Begin the page of the next attempt of the same process. The supervisor calls this while the process waits.
+
+        Learned intervals stay, and everything else begins again.
+        """
+        kept = {slot: self._numbers[slot] for slot in OF_PROCESS}
+        for slot in range(ROWS):
+            self._numbers[slot] = kept.get(slot, 0.0)
+        self.note_hang("")
+        self._begin()
+
+    def follow_renewal(self) -> None:
+        """Forget what this process knows of its attempt before, after the supervisor has renewed the page."""
+        self._open.clear()
+        self._row = FIRST_ROW
+        self._written = self.n_atomic = 0
+        self.deferred, self.knows_of_end = None, False
 
     def share(self) -> int:
         """Move the page into a file without a name. Return a descriptor, by which a new process opens the page."""

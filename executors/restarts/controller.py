@@ -10,7 +10,7 @@ from typing import Protocol
 from executors.attempt import Attempt
 from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.decision_log import MAX_ATTEMPT, Decision, DecisionLog, blocking_order, decision_on, policy_of
-from executors.restarts.rules import LAST_CALL_S, RunFacts, decide, is_own_failure, too_few_left
+from executors.restarts.rules import LAST_CALL_S, SAME_PROCESS, RunFacts, decide, is_own_failure, too_few_left
 from executors.settings.policy import Restarts
 from executors.settings.run_spec import RunSpec
 from executors.store import Store
@@ -263,12 +263,13 @@ class RestartController:
                 return None  # a controller that starts containers decides on this end
             # Spares belong to the launch. Added ranks may be on other backends, where a spare cannot replace them.
             spare = self._spare(entries) if end.rank < self._context.world_size else None
-            return replace(answer, how=spare or starter.how)
+            stays = answer.how == SAME_PROCESS and starter.how == "fork"
+            return replace(answer, how=spare or (SAME_PROCESS if stays else starter.how))
 
         entry = self._append(compute)
         if entry is not None:
             self._decided[end.rank] = end.attempt
-            carry_s = CARRY_S if starter is not None and entry.how not in (None, starter.how) else 0.0
+            carry_s = CARRY_S if starter is not None and entry.how not in (None, SAME_PROCESS, starter.how) else 0.0
             self._ready_at[entry.nonce] = self._monotonic() + max(self._wait_s(entry), carry_s)
         return entry
 
@@ -389,7 +390,7 @@ def leaves_its_supervisor(entry: Decision, rank: int) -> bool:
         entry: the entry of the log.
         rank: a rank that the entry starts.
     """
-    return entry.kind == "resume" or (entry.how != "fork" and entry.rank == rank)
+    return entry.kind == "resume" or (entry.how not in ("fork", SAME_PROCESS) and entry.rank == rank)
 
 
 def spare_starter(number: int) -> str:

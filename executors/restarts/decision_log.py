@@ -84,7 +84,7 @@ class Decision(Record):
     start: dict[int, int] = checked(_attempts, {})
     """The numbers of the attempts that a restart or a resume starts, by rank."""
     how: str | None = checked(nullable(text(40)), None)
-    """The starter of the attempts, as in "fork", "launch" or "spare:0"."""
+    """The way of the start, as in "process", "fork", "launch" or "spare:0"."""
     charged: bool = checked(flag, False)
     """Whether the restart counts against the budget."""
     strikes: int = checked(integer(0, MAX_ATTEMPT), 0)

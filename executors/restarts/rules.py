@@ -19,6 +19,9 @@ from executors.settings.policy import Restarts
 LAST_CALL_S = 1.0
 OWN_REASONS = ("exception", "no_result", "result_not_serializable", "start_failed")
 MOST_REFUSED = 120  # refused starts in a row. They take about two hours, and a shortage of machines may last that long
+SAME_PROCESS = "process"
+"""How an attempt starts in the process of the attempt before."""
+MOST_PROCESS_STRIKES = 2  # with more strikes of a rank, a new process may help
 OWN_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 
 
@@ -111,7 +114,9 @@ def decide(
     if policy.together:
         start = {**_others(log, ends, facts), **start}
     wait_s = 0.0 if has_advanced else _backoff_s(log, end.rank, policy, is_free) * _spread(facts.run_id, end)
-    return replace(answer, start=start, how=policy.how, not_before=now + wait_s)
+    stays = end.goes_on and policy.how == "fork" and strikes <= MOST_PROCESS_STRIKES
+    how = SAME_PROCESS if stays else policy.how
+    return replace(answer, start=start, how=how, not_before=now + wait_s)
 
 
 def charged_of(log: Sequence[Decision], rank: int) -> list[Decision]:

@@ -13,7 +13,8 @@ from executors.errors import CorruptObjectError, StoreError
 from executors.patience import BRIEF, Outage, OutageTolerance, Waits
 from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.controller import RestartContext, RestartController, RunSnapshot, leaves_its_supervisor
-from executors.restarts.decision_log import Decision, DecisionLog, hang_of, policy_of
+from executors.restarts.decision_log import Decision, DecisionLog, decision_on, hang_of, policy_of
+from executors.restarts.rules import SAME_PROCESS
 from executors.settings.policy import HangLimits
 from executors.settings.run_spec import RunSpec
 from executors.store import Store
@@ -188,6 +189,27 @@ class RestartSession:
             # A waiting attempt has no process and no cancel marker yet. Only the log can show that it was cancelled.
             self._read_log_at = now + self._waiting_read_s
         return True
+
+    def may_still_start(self, rank: int) -> bool:
+        """Return True if a restart of a rank that has ended is planned, or may still be decided on.
+
+        Args:
+            rank: the rank.
+        """
+        end = self._ends.get(rank)
+        if end is None or not self.may_follow or self._controller.blocking_order(rank) is not None:
+            return False
+        entry = decision_on(self._log.entries, rank, end.attempt)
+        return self.is_pending and (entry is None or entry.start.get(rank, -1) > end.attempt)
+
+    def stays(self, attempt: Attempt) -> bool:
+        """Return True if an attempt was decided to run in the process of the attempt before.
+
+        Args:
+            attempt: the attempt that begins.
+        """
+        entry = decision_on(self._log.entries, attempt.rank, attempt.number - 1)
+        return entry is not None and entry.how == SAME_PROCESS
 
     def blocks(self) -> dict[int, Decision]:
         """Return the stops and cancels that block ranks of this supervisor, by rank."""

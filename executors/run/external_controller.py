@@ -19,7 +19,7 @@ from executors.registry.placements import known_supervisors
 from executors.restarts.controller import LEAVE_S, RestartContext, RestartController, RunSnapshot, spare_starter
 from executors.restarts.decision_log import Decision, DecisionLog, decision_on, is_blocked
 from executors.restarts.orders import ASKED, order_cancel, stop_reason
-from executors.restarts.rules import is_own_failure
+from executors.restarts.rules import SAME_PROCESS, is_own_failure
 from executors.run.launch_starter import LaunchStarter
 from executors.settings.policy import ONLY_PREEMPTED, Restarts
 from executors.status import ReplicaState
@@ -159,7 +159,7 @@ class ExternalController:
             return 0.0
         answer = decision_on(self.log.entries, end.rank, end.attempt)
         if answer is not None:
-            return math.inf if answer.how in (None, "fork") else 0.0
+            return math.inf if answer.how in (None, "fork", SAME_PROCESS) else 0.0
         if is_blocked(self.log.entries, end.rank):
             return math.inf
         return max(0.0, LEAVE_S - self._known_ends.note((end.rank, end.attempt)))

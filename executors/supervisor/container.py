@@ -37,6 +37,7 @@ from executors.process import (
 from executors.protocol import Reason
 from executors.replica.shared_page import TAIL_BYTES, SharedPage
 from executors.restarts.lease import LeaseWatch
+from executors.restarts.rules import SAME_PROCESS
 from executors.settings.run_spec import RunSpec
 from executors.store import store_at
 from executors.store.record_names import HEARTBEAT, OUTCOME, run_folder_was_deleted
@@ -327,7 +328,15 @@ class ContainerStarter:
             page=page,
             how=how,
             member=place,
+            continue_as=functools.partial(self._continue, attempt, page, parent),
         )
+
+    def _continue(self, attempt: Attempt, page: SharedPage, parent: int, number: int) -> Assignment:
+        """Return the assignment of this process's next attempt."""
+        return self._assignment(attempt.at(number), page, parent, SAME_PROCESS, None)
+
+    def prepare_same_process(self, attempt: Attempt) -> None:
+        """Do nothing, because the output of all attempts goes to the service."""
 
     @classmethod
     def become_replica(cls) -> NoReturn:

@@ -73,6 +73,16 @@ class ProcessStarter(Protocol):
             OSError: one could not be started. Those before it were killed.
         """
 
+    def prepare_same_process(self, attempt: Attempt) -> None:
+        """Prepare the output of an attempt that the process of the attempt before will run.
+
+        Args:
+            attempt: the attempt.
+
+        Raises:
+            OSError: its log cannot be created.
+        """
+
     def output_tail(self, attempt: Attempt) -> str:
         """Return the end of an attempt's output, for its outcome.
 
@@ -154,6 +164,8 @@ class RunningAttempt:
     """The port and the end files of these processes. None: there is one process."""
     others_at: float = NEVER
     """The time at which the other members are asked to end, because one ended badly."""
+    how: str | None = None
+    """How it was started, if the process of the attempt before runs it. None: `how_started` tells."""
     is_failing: bool = False
     """Whether a member has ended badly, so that the others end."""
     members: list[Member] = field(init=False)

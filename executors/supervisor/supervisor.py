@@ -25,6 +25,7 @@ from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica.shared_page import SharedPage
 from executors.restarts.fail_fast import end_others
 from executors.restarts.orders import stop_reason
+from executors.restarts.rules import SAME_PROCESS
 from executors.restarts.session import RestartSession
 from executors.settings.run_spec import LEASE_S, RunSpec
 from executors.store.file import FULL
@@ -101,6 +102,8 @@ class Supervisor:
         self._running: dict[int, RunningAttempt] = {}
         self._copying: dict[int, tuple[RunningAttempt, Attempt, int]] = {}
         """Ended ranks whose logs are being copied, with the attempt and the exit code, by the pid of the copier."""
+        self._idle: dict[int, RunningAttempt] = {}
+        """By rank, the ended attempts whose processes wait for the decision about the next attempt."""
         self._stuck = set[int]()  # pids of processes that SIGKILL did not end
         self._pages: dict[int, list[SharedPage]] = {}
         """The last pages of each rank, by member. The next attempt's pages take over their learned intervals."""
@@ -169,6 +172,7 @@ class Supervisor:
             signals, is_abandoned = self._wakeups.wait(min(*due, *events))
             self._note_signals(signals)
             self._reap()
+            self._note_waiting_processes()
             self._memory_kills.look()
             if is_abandoned:
                 self._end_abandoned(NO_LAUNCHER)
@@ -176,13 +180,14 @@ class Supervisor:
                 self._check_store()
             self._outcomes.try_again()
             self._advance_restarts()
+            self._dismiss_processes()
             if time.monotonic() >= self._watch_at:
                 self._watch()
             self._enforce_deadlines()
             if self._killer is not None:
                 leaders = {each.asked.rank: each.members[0] for each in self._running.values()}
                 self._killer.strike({rank: leader.pid for rank, leader in leaders.items() if leader.is_alive})
-            while self._waiting and len(self._running) < self._max_parallel:
+            while self._waiting and len(self._running) + len(self._idle) < self._max_parallel:
                 attempt = self._waiting.popleft()
                 try:
                     self._start(attempt)
@@ -192,7 +197,7 @@ class Supervisor:
     @property
     def _is_busy(self) -> bool:
         """True if a process of a rank runs or waits for its start, or a log is being copied."""
-        return bool(self._running or self._waiting or self._copying)
+        return bool(self._running or self._waiting or self._copying or self._idle)
 
     @property
     def _is_needed(self) -> bool:
@@ -234,17 +239,69 @@ class Supervisor:
             raise
         self._last[rank] = attempt
         deadline = self._deadlines.setdefault(rank, time.monotonic() + self._timeout_s)
-        ends, grace_s = self._session.has_policy, self._term_grace_s
-        dogs = [
-            Watchdog(page, pid, self._session.hang, ends=ends, term_grace_s=grace_s, spec=self._spec, rank=rank)
-            for page, pid in zip(pages, pids, strict=True)
-        ]
+        dogs = [self._watchdog(page, pid, rank) for page, pid in zip(pages, pids, strict=True)]
         introduce(dogs)
         others = [Member(number, pids[number], pages[number], dogs[number]) for number in range(1, n)]
         pid = pids[0]
         running = RunningAttempt(pid, attempt, pages[0], dogs[0], time.time(), deadline, others=others, group=group)
         # The pid is free again while other members of a replica whose member 0 has ended still run.
         self._running[pid if pid not in self._running else -pid] = running
+        self._watch_at = 0.0
+
+    def _watchdog(self, page: SharedPage, pid: int, rank: int) -> Watchdog:
+        ends, grace_s = self._session.has_policy, self._term_grace_s
+        return Watchdog(page, pid, self._session.hang, ends=ends, term_grace_s=grace_s, spec=self._spec, rank=rank)
+
+    def _continue(self, idle: RunningAttempt, attempt: Attempt) -> None:
+        """Let the process of an ended attempt run the next one.
+
+        Raises:
+            OSError: the log of the attempt cannot be created.
+        """
+        rank, page = attempt.rank, idle.page
+        self._starter.prepare_same_process(attempt)
+        page.renew()
+        page.n_decisions = self._session.n_read
+        # The old watchdog would still count the time of the attempt before, and kill the process for its hang.
+        dog, deadline = self._watchdog(page, idle.pid, rank), self._deadlines[rank]
+        running = RunningAttempt(idle.pid, attempt, page, dog, time.time(), deadline, how=SAME_PROCESS)
+        self._running[idle.pid] = running
+        self._last[rank] = attempt
+        self._watch_at = 0.0
+        del self._idle[rank]
+        page.go_on = attempt.number  # last, because the process continues at once
+
+    def _note_waiting_processes(self) -> None:
+        """Conclude attempts whose processes wait for the next attempt."""
+        for running in [each for each in self._running.values() if each.page.waits_for and not each.page.go_on]:
+            outcome = None
+            if running.ending is None and self._session.may_follow and not self._outcomes.are_late:
+                with contextlib.suppress(StoreError):  # the process then ends, and its end is concluded as any other
+                    outcome = running.attempt.outcome()
+            if outcome is None or not outcome.goes_on or outcome.pid != running.pid:
+                self._dismiss(running)
+                continue
+            running.keep_stacks()
+            self._forget(running)
+            self._starter.note_output(running.asked, is_whole=True)
+            self._idle[running.asked.rank] = running
+            self._note_end(running.attempt, outcome)
+
+    def _dismiss_processes(self) -> None:
+        """End the processes that wait for an attempt that will not come."""
+        for rank, idle in list(self._idle.items()):
+            if not self._session.may_still_start(rank):
+                self._dismiss_idle(rank, idle)
+
+    def _dismiss_idle(self, rank: int, idle: RunningAttempt) -> None:
+        del self._idle[rank]
+        self._running[idle.pid] = idle  # until it has run its exit functions
+        self._dismiss(idle)
+
+    def _dismiss(self, running: RunningAttempt) -> None:
+        page = running.page
+        page.left_with, page.left_at = 1, time.monotonic()
+        page.go_on = -1
         self._watch_at = 0.0
 
     def _begin_next(self, attempt: Attempt) -> None:
@@ -258,6 +315,10 @@ class Supervisor:
                     running.terminate("fenced", self._term_grace_s)
                 return
         if any(copied.rank == rank for _, copied, _ in self._copying.values()):
+            return
+        idle = self._idle.get(rank)
+        if idle is not None and not self._session.stays(attempt):
+            self._dismiss_idle(rank, idle)  # its end leads back here
             return
         for waiting in [waiting for waiting in self._waiting if waiting.rank == rank]:
             self._waiting.remove(waiting)
@@ -276,7 +337,14 @@ class Supervisor:
             return
         self._waits.end(rank, is_back=True)
         self._session.note_start(attempt)
-        self._waiting.append(attempt)
+        if idle is None:
+            self._waiting.append(attempt)
+            return
+        try:
+            self._continue(idle, attempt)
+        except OSError as error:
+            self._dismiss_idle(rank, idle)
+            self._outcomes.add(attempt, "start_failed", f"Rank {rank} could not be started: {error}")
 
     def _leave_out(self, attempt: Attempt, error: OSError) -> None:
         """Continue without a rank that cannot be started, if at least `min_replicas` others are left."""
@@ -319,6 +387,8 @@ class Supervisor:
             if pid in self._copying:
                 self._record_end(*self._copying.pop(pid))
             self._stuck.discard(pid)
+            for rank in [rank for rank, idle in self._idle.items() if idle.pid == pid]:
+                del self._idle[rank]  # the next attempt, if there is one, gets a new process
             running = self._find_running(pid)
             if running is None:
                 continue  # a process that a rank left behind, which this subreaper inherited
@@ -327,7 +397,8 @@ class Supervisor:
                 self._forget(running)
                 self._starter.note_output(running.asked, is_whole=True)
             living = (member.pid for each in self._running.values() for member in each.living)
-            spare = {*living, *self._copying, *self._stuck}
+            idle = (each.pid for each in self._idle.values())
+            spare = {*living, *idle, *self._copying, *self._stuck}
             if not spare >= set(children(os.getpid())):
                 kill_descendants(os.getpid(), spare=spare, limit_s=UNKILLABLE_S)
             if has_ended:
@@ -467,7 +538,7 @@ class Supervisor:
                 return  # an outcome would create the folder of the deleted run again
             running.keep_stacks()
             if outcome is not None:
-                self._note_end(attempt, outcome)
+                self._note_end(attempt, replace(outcome, goes_on=False))  # the process has ended
                 return
         except StoreError as error:
             self._outcomes.put_off(error)
@@ -485,7 +556,7 @@ class Supervisor:
             return
         reason, error = self._classifier.explain(running, exit_code)
         self._print_reason(running, reason, error)
-        tail, how = self._starter.output_tail(running.asked), how_started(self._spec, running.asked)
+        tail, how = self._starter.output_tail(running.asked), running.how or how_started(self._spec, running.asked)
         self._outcomes.add(attempt, reason, error, output_tail=tail, how=how, **fields_from_outside(running, exit_code))
 
     def _record_end_of_members(self, running: RunningAttempt, attempt: Attempt) -> None:

@@ -80,7 +80,7 @@ def fingerprint_of(error: BaseException) -> str | None:
     Returns: 64 hexadecimal digits. None for an error of a store, which all replicas get and which passes. So equal
         errors of this kind do not show that the next attempt would fail, too.
     """
-    _, *others = errors = list(_all_of(error))
+    _, *others = errors = list(all_of(error))
     if any(map(is_store_failure, errors)):
         return None
     import hashlib  # only here, because it costs each start of a replica 2 ms
@@ -106,8 +106,12 @@ def _first_line(error: BaseException) -> str:
     return _only(error).strip().partition("\n")[0]
 
 
-def _all_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception, its causes, and the members of groups, in the order of its traceback."""
+def all_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception, its causes, and the members of groups, in the order of its traceback.
+
+    Args:
+        error: the exception.
+    """
     seen, left = set[int](), [error]
     while left:
         error = left.pop()

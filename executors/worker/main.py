@@ -35,6 +35,7 @@ from executors.process import (
 )
 from executors.protocol import Outcome, Reason, ReplicaStatus
 from executors.replica import Replica
+from executors.replica.restartable import RestartHooks, hooks_of
 from executors.replica.shared_page import SharedPage
 from executors.replica.warning_log import WarningLog
 from executors.settings.run_spec import RunSpec
@@ -54,7 +55,14 @@ from executors.worker.heartbeat import Heartbeat
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.process_group import MemberPlace
 from executors.worker.result import to_json_value
-from executors.worker.sigterm import TERMINATED, handle_sigterm, ignore_sigterm, sigterm_arrived
+from executors.worker.same_process import await_decision, clean_up, running_threads
+from executors.worker.sigterm import (
+    TERMINATED,
+    handle_sigterm,
+    handle_sigterm_again,
+    ignore_sigterm,
+    sigterm_arrived,
+)
 from executors.worker.surroundings import (
     EARLY_WARNINGS,
     NoGpuError,
@@ -106,6 +114,8 @@ class Assignment:
     """The memory that this process shares with its supervisor. None: it has none."""
     member: MemberPlace | None = None
     """The number and the shared objects of this process in a replica of several. None: it is the only one."""
+    continue_as: Callable[[int], Assignment] | None = None
+    """Prepares this process for its next attempt, of this number. None: it runs one attempt only."""
 
 
 def main(assignment: Assignment) -> NoReturn:
@@ -119,7 +129,7 @@ def main(assignment: Assignment) -> NoReturn:
     waits.report = lambda words: _print(f"replicas: rank {assignment.rank}: {words}\n")
     code = 1
     try:
-        code = _Worker(assignment).run()
+        code = _run_attempts(assignment)
     except (CancelledBeforeStart, SystemExit):
         code = TERMINATED
     except BaseException as error:
@@ -131,6 +141,17 @@ def main(assignment: Assignment) -> NoReturn:
         page.left_with, page.left_at = code, time.monotonic()
     is_asked = sigterm_arrived() or (page is not None and page.ending_at is not None)
     _leave(code, assignment.term_grace_s if is_asked else 0.0)
+
+
+def _run_attempts(assignment: Assignment) -> int:
+    """Run an attempt, and the further attempts of a restartable entrypoint. Return the exit code of the last one."""
+    following: Assignment | None = assignment
+    while following is not None:
+        worker = _Worker(following)
+        code = worker.run()
+        following = worker.await_next()
+        del worker  # it holds the replica, and with it what the user has attached
+    return code
 
 
 def call_replica(run: str, digest: str | None = None) -> Any:
@@ -186,6 +207,8 @@ def call_replica(run: str, digest: str | None = None) -> Any:
     return outcome.result
 
 
+# More than 20 methods: the order of claim, call, outcome and clean-up matters, and each step uses the replica, the
+# heartbeat and the task of the attempt. Several classes would hide the order.
 class _Worker:
     """One replica in this process, which has claimed its attempt."""
 
@@ -231,6 +254,13 @@ class _Worker:
         self._reserve = DescriptorReserve()
         self._raised: BaseException | None = None
         self._task: StoredTask | None = None
+        self._hooks: RestartHooks | None = None
+        """The hooks of a restartable entrypoint, when it is loaded. None: it is called once."""
+        self._threads: set[int] = set()
+        """The threads before the call of the entrypoint."""
+        self._folder: str | None = None
+        """The working directory before that call."""
+        self._goes_on = False
         self._entrypoint: str | None = None
         """The entrypoint if it got no options; None while it is not known, or if it got some."""
 
@@ -250,7 +280,9 @@ class _Worker:
             task = assignment.task or read_task(
                 self.attempt.store, spec.run_id, spec.task_digest, spec.task_folder, START
             )
-            value = _call_entrypoint(self.load(task))
+            function = self.load(task)
+            self._note_surroundings()
+            value = _call_entrypoint(function)
             self._let_finish()
             outcome = self.succeeded(value)
             if assignment.page is not None:
@@ -264,6 +296,8 @@ class _Worker:
                 return TERMINATED  # the supervisor sent SIGTERM for a reason that it knows, so it writes the outcome
             self._reserve.release()
             outcome = self._orphaned() if sigterm_arrived() else self.raised(error)
+            self._goes_on = self._may_go_on(error)
+            outcome = replace(outcome, goes_on=self._goes_on)
             _flush()
             half_a_line = assignment.output_tail().rpartition("\n")[2]
             _print("\n" * bool(half_a_line) + f"{outcome.error}\n")
@@ -275,6 +309,50 @@ class _Worker:
         self._record(outcome)
         code = 1 if outcome.exit_code is None else outcome.exit_code
         return code if code >= 0 else 128 - code  # a command that signal N ended, as a shell reports it
+
+    def _note_surroundings(self) -> None:
+        """Note what a further call of the entrypoint in this process must find again."""
+        if self._hooks is not None:
+            self._threads = running_threads()
+            with contextlib.suppress(OSError):  # the working directory may be deleted
+                self._folder = os.getcwd()
+
+    def _may_go_on(self, error: BaseException) -> bool:
+        """Return True if this process may run the next attempt after an exception of the entrypoint."""
+        assignment = self._assignment
+        is_able = self._hooks is not None and assignment.continue_as is not None and assignment.page is not None
+        is_alone = self._place is None and not self.heartbeat.supervisor_is_gone
+        if not is_able or not is_alone or sigterm_arrived() or not isinstance(error, Exception | HangError):
+            return False
+        return assignment.page is not None and assignment.page.ending_at is None
+
+    def await_next(self) -> Assignment | None:
+        """Make this process fit for a further call, and wait for the decision of the supervisor.
+
+        Returns: the next attempt. None: this process must end.
+        """
+        page, hooks, continue_as = self._assignment.page, self._hooks, self._assignment.continue_as
+        supervisor_pid, error = self._assignment.supervisor_pid, self._raised
+        if not self._goes_on or page is None or hooks is None or continue_as is None or supervisor_pid is None:
+            return None
+        # From now on the supervisor gives this process the time of exit functions, and ends it after that.
+        page.left_with, page.left_at = 1, time.monotonic()
+        self._raised = None
+        problem = None if error is None else clean_up(self.replica, hooks, error, self._threads)
+        del error
+        _flush()
+        if problem is not None:
+            _print(f"replicas: this process ends, and a new one runs the next attempt: {problem}.\n")
+            return None
+        number = await_decision(page, supervisor_pid, self.attempt.number + 1)
+        if number is None:
+            return None
+        handle_sigterm_again()
+        page.follow_renewal()
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                os.chdir(self._folder)
+        return continue_as(number)
 
     def _set_environment(self) -> None:
         """Set the variables of the replica. If it has several processes, set also torchrun's variables."""
@@ -307,7 +385,7 @@ class _Worker:
             with replica.section("health check", LIMIT_S):
                 check_health(settings.health_check, self._end_unhealthy if self._assignment.supervisor_pid else None)
         if settings is None or settings.tracker is None or replica.recorder is None or not self._leads:
-            return _load(replica, task, self._assignment)
+            return self._with_hooks(_load(replica, task, self._assignment))
         from executors.worker.tracking import Tracking, tracked, write_run_page
 
         # The tracker is loaded before the generators are seeded, because it may draw random numbers. It is started
@@ -318,7 +396,20 @@ class _Worker:
         loaded = _load(replica, task, self._assignment)
         self._tracking, replica.recorder.on_line = tracking, tracking.take
         tracking.start()
-        return loaded
+        return self._with_hooks(loaded)
+
+    def _with_hooks(self, loaded: functools.partial[Any]) -> Callable[[], Any]:
+        """Note the hooks of a restartable entrypoint. Return a function that calls it after its first hook."""
+        self._hooks = hooks = hooks_of(loaded.func)
+        if hooks is None or hooks.initialize is None:
+            return loaded
+        initialize, replica = hooks.initialize, self.replica
+
+        def call() -> Any:
+            initialize(replica)
+            return loaded()
+
+        return call
 
     def stop(self, outcome: Outcome | None) -> None:
         """Write the last measurements.
@@ -517,7 +608,7 @@ def _exit_code(given: object) -> int:
     return int(given is not None)
 
 
-def _load(replica: Replica, stored: StoredTask, assignment: Assignment) -> Callable[[], Any]:
+def _load(replica: Replica, stored: StoredTask, assignment: Assignment) -> functools.partial[Any]:
     """Load the task. Seed all generators before the import of the user's module, and newly loaded ones after it."""
     if stored.record.python_version is not None:  # the task came from another machine
         from executors.task.stored import version_warning

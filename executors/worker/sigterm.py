@@ -40,6 +40,13 @@ def handle_sigterm(page: SharedPage | None) -> None:
     sys.unraisablehook = _raise_again
 
 
+def handle_sigterm_again() -> None:
+    """Turn SIGTERM into SystemExit again, for the next attempt of the same process."""
+    global _arrived
+    _arrived = False
+    signal.signal(signal.SIGTERM, _terminate)
+
+
 def ignore_sigterm() -> None:
     """Ignore SIGTERM from now on, so that the worker can record the outcome."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

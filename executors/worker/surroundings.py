@@ -21,6 +21,10 @@ EARLY_WARNINGS: list[str] = []
 """Warnings of this process from before its replica had claimed an attempt."""
 
 
+_GIVEN: dict[str, str] = {}
+"""The user's variables with their placeholders, which the next attempt of the same process fills in again."""
+
+
 class NoGpuError(ReplicasError):
     """A GPU was asked for, and torch cannot use one here."""
 
@@ -72,7 +76,7 @@ def fill_in_environment(replica: Replica, given: Iterable[str]) -> OwnValues:
     own = OwnValues({name: getattr(replica, name) for name in NAMES})
     for name in given:
         if name in os.environ:
-            os.environ[name] = fill(os.environ[name], own)
+            os.environ[name] = fill(_GIVEN.setdefault(name, os.environ[name]), own)
     return own
 
 

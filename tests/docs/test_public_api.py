@@ -40,6 +40,7 @@ def test_executors_offers_exactly_these_names() -> None:
         "launch",
         "list_runs",
         "open_store",
+        "restartable",
     ]
 
 

@@ -128,6 +128,20 @@ def test_a_replica_that_dies_comes_back_in_its_container(site: StandaloneScene) 
     assert len({end.pid for end in ends}) == 3
 
 
+def test_a_restartable_entrypoint_is_called_again_by_the_same_process_of_its_container(site: StandaloneScene) -> None:
+    spec, process = site.start("goes_on", args={"times": 2}, restarts="2,backoff=0s")
+    assert ended(process)[0] == 0
+    ends = [outcome_of(replace(spec, attempt=number)) for number in range(3)]
+    assert [(end.reason, end.result) for end in ends] == [
+        ("exception", None),
+        ("exception", None),
+        (None, "ValueError: boom"),
+    ]
+    assert [end.output_tail.splitlines()[0] for end in ends] == ["attempt 0", "attempt 1", "attempt 2"]
+    assert [end.how for end in ends] == [None, "process", "process"]
+    assert len({end.pid for end in ends}) == 1
+
+
 def test_a_container_whose_replica_is_given_up_has_the_exit_code_of_its_last_end(site: StandaloneScene) -> None:
     spec, process = site.start("comes_back", args={"times": 9}, restarts="1,backoff=0s")
     assert ended(process)[0] == 137

@@ -26,6 +26,7 @@ from support.restart_tasks import (
     let_another_run_out_of_memory,
     never_leave,
     save_slowly,
+    tell_previous_failure,
     use_the_loss_after_the_loop,
 )
 from support.runs import all_gone, folder_of, launcher, said
@@ -103,6 +104,22 @@ def test_each_kind_of_end_is_followed_by_a_new_process_of_the_same_supervisor(
         log = state_home / "replicas" / Attempt(view_of(run).store, run.run_id, 0, attempt).key("output.log")
         assert log.read_text() == f"attempt {attempt} of rank 0\n"
     assert attach(run.run_id).results() == [1, 1, 1, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "found"),
+    [
+        ([], None),
+        (["exception"], "ValueError: boom"),
+        (["exception", "SIGKILL"], "Replica 0 of 1 was ended by signal 9 (SIGKILL)."),
+    ],
+    ids=["first attempt", "exception", "kill"],
+)
+def test_a_new_process_knows_the_error_of_the_attempt_before(
+    local: LocalProcessExecutor, kinds: list[str], found: str | None
+) -> None:
+    run = over(started(local, tell_previous_failure, 1, f"3,{QUICK}", kinds=kinds))
+    assert run.results() == [found]
 
 
 def test_without_a_policy_nothing_is_started_again(local: LocalProcessExecutor) -> None:

@@ -30,7 +30,7 @@ LIMIT_S = 100
 TASKS = """
 import ctypes, multiprocessing, os, signal, subprocess, sys, threading, time
 from pathlib import Path
-from executors import current_replica
+from executors import current_replica, restartable
 
 HOME = Path(os.environ["HOME"])
 
@@ -117,6 +117,15 @@ def comes_back(times):
     if attempt < times:
         os.kill(os.getpid(), signal.SIGKILL)
     return attempt
+
+@restartable()
+def goes_on(times):
+    replica = current_replica()
+    print("attempt", replica.attempt, flush=True)
+    replica.report(step=replica.attempt + 1)
+    if replica.attempt < times:
+        raise ValueError("boom")
+    return replica.previous_failure
 """
 # the notice is as long as the grace of a replica, so the replica gets SIGTERM at once
 NOTICE = {"REPLICA_NOTICE_S": "5"}

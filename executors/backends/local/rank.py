@@ -31,6 +31,7 @@ from executors.logs.times import TimesWriter, times_of
 from executors.process import become_subreaper, die_with_parent, fork, kill_descendants, start_time, usable_cores
 from executors.protocol import ReplicaHandle
 from executors.replica.shared_page import SharedPage
+from executors.restarts.rules import SAME_PROCESS
 from executors.store import store_at
 from executors.store.file import FULL
 from executors.supervisor.members import MemberGroup, count_members
@@ -51,6 +52,7 @@ from executors.worker.process_group import MemberPlace, write_whole_lines
 from executors.worker.surroundings import await_gpu_release
 
 BECOME_REPLICA = "from executors.backends.local.rank import become_replica; become_replica()"
+LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 COPY_LIMIT_S = 8  # the longest time for the copy of a log
 # A killed supervisor's ranks have this time, besides their grace, before the guard kills them. A rank checks every
 # second whether its supervisor lives.
@@ -311,8 +313,7 @@ class LocalStarter:
             close: more descriptors that a forked process must close.
             group: the port and the end files of several processes. None, the default: there is one process.
         """
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        output = os.open(self._launch.log_file(attempt), flags, 0o600)
+        output = os.open(self._launch.log_file(attempt), LOG_FLAGS, 0o600)
         self._times[attempt.rank] = TimesWriter(self._launch.log_file(attempt))
         self.note_output(attempt)
         task, slot = self.task, self._take_gpus(attempt)  # the task is read before the first fork, so ranks share it
@@ -517,4 +518,26 @@ class LocalStarter:
             page=page,
             how=how_started(self._launch.spec, attempt),
             member=place,
+            continue_as=functools.partial(self._continue, attempt, replace(gpus, wait_for=()), page, task),
         )
+
+    def _continue(
+        self, attempt: Attempt, gpus: _Gpus, page: SharedPage, task: StoredTask | None, number: int
+    ) -> Assignment:
+        """Return the assignment of this process's next attempt, and write its output into that attempt's log."""
+        following = attempt.at(number)
+        output = os.open(self._launch.log_file(following), LOG_FLAGS, 0o600)
+        for descriptor in (1, 2):
+            os.dup2(output, descriptor)
+        os.close(output)
+        return replace(self.assignment(following, gpus, page, task), how=SAME_PROCESS)
+
+    def prepare_same_process(self, attempt: Attempt) -> None:
+        """Create the log of an attempt that the process of the attempt before will run.
+
+        Args:
+            attempt: the attempt.
+        """
+        os.close(os.open(self._launch.log_file(attempt), LOG_FLAGS, 0o600))
+        self._times[attempt.rank] = TimesWriter(self._launch.log_file(attempt))
+        self.note_output(attempt)

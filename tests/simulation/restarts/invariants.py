@@ -5,6 +5,8 @@
 - S3: after a cancel or a stop, no rank restarts until a resume, and no process lives much longer.
 - S4: each attempt is started at most once.
 - S5: the run ends.
+- P: an attempt starts in the process before only if that stays, and after at most two strikes.
+- S6: no process is fenced by its own claim.
 - S7: all readers see the same log.
 """
 
@@ -130,6 +132,8 @@ class LogChecker:
             rank.charged.append((entry.at, end))
             rank.strikes = strikes
             self.n_of_run += 1
+        if entry.how == "process" and not (end.goes_on and entry.strikes <= 2 and policy.how == "fork"):
+            raise Violation(f"P: entry {index} starts rank {entry.rank} in a process that cannot run it")
         if policy.together:
             self._check_together(index, entry)
 

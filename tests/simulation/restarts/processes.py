@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from greenlet import getcurrent  # type: ignore[import-untyped]
@@ -34,17 +35,31 @@ class Worker:
         self.name = self.simulation.name(f"worker{rank}")
         self.outcome: Outcome | None = None
         self.is_alive, self.has_claimed, self.runs_user_code = True, False, False
+        self.is_waiting, self.go_on, self.claimed = False, 0, asked
 
     def body(self) -> None:
         try:
-            if self.claim():
+            while self.claim():
                 self.runs_user_code = True
                 self.work()
+                self.runs_user_code = False
+                if self.outcome is None or not self.outcome.goes_on or not self.wait():
+                    break
         except (Died, StoreError):
             pass
         finally:
             self.is_alive = self.runs_user_code = False
             self.container.wake()
+
+    def wait(self) -> bool:
+        """Wait for the next attempt, as a process with a restartable entrypoint does. Return False if there is none."""
+        self.is_waiting = True
+        self.container.wake()
+        while not self.go_on:
+            self.simulation.world.sleep(0.05)
+        number, self.go_on, self.outcome = self.go_on, 0, None
+        self.number = number if number > 0 else self.number
+        return number > 0
 
     def claim(self) -> bool:
         simulation, store = self.simulation, self.simulation.store
@@ -56,7 +71,7 @@ class Worker:
             if store.wins(key("started.json"), self.name.encode()):
                 break
             self.number += 1
-        self.has_claimed = True
+        self.has_claimed, self.claimed = True, self.number
         log, began_s = simulation.log(), simulation.world.now
         if simulation.looks_when_claiming:
             log.read()
@@ -78,8 +93,16 @@ class Worker:
         saved = int(bool(marks) and dice.random() < scenario.saves)
         reached = {"round": float(dice.choice([1, 1, 2]))} if marks else {}
         status = ReplicaStatus.SUCCEEDED if kind == "succeeded" else ReplicaStatus.FAILED
+        stays = kind.startswith("raises") and scenario.restartable > 0 and dice.random() < scenario.restartable
         self.outcome = Outcome(
-            self.rank, self.number, status, progress_marks=marks, saved_marks=saved, reached=reached, **end
+            self.rank,
+            self.number,
+            status,
+            progress_marks=marks,
+            saved_marks=saved,
+            reached=reached,
+            goes_on=stays,
+            **end,
         )
         world.note(f"ends: {kind}, saved {saved}")
         if kind in ("succeeded", "raises", "raises otherwise"):
@@ -95,6 +118,8 @@ class Container:
         self.simulation, self.attempts = simulation, dict(attempts)
         self.name = simulation.name("container")
         self.workers: dict[int, Worker] = {}
+        self.idle: dict[int, Worker] = {}
+        """The processes that wait for their next attempt."""
         self.ending: dict[int, str] = {}
         self.is_alive = True
         self._turn, self._pauses, self._poked = 0, False, False
@@ -112,7 +137,36 @@ class Container:
                     continue  # the worker is that attempt already, or may still claim it
                 self._end(rank, "fenced")
                 self._conclude(rank)
+            idle = self.idle.pop(rank, None)
+            if idle is not None and idle.is_alive and self._stays(rank, number):
+                self._continue(idle, rank, number)
+                continue
+            if idle is not None:
+                idle.go_on = -1
             self._run(rank, number)
+
+    def _stays(self, rank: int, number: int) -> bool:
+        entry = decision_on(self.controller.log.entries, rank, number - 1)
+        return entry is not None and entry.how == "process"
+
+    def _continue(self, worker: Worker, rank: int, number: int) -> None:
+        """Let a process that waits run the next attempt."""
+        self.attempts[rank] = number
+        self.workers[rank] = worker
+        worker.is_waiting = False
+        if self.simulation.renews_pages:
+            worker.has_claimed = False
+        worker.go_on = number
+
+    def _dismiss(self, wait_s: float | None) -> None:
+        """End processes that wait for an attempt that will not come."""
+        for rank, worker in list(self.idle.items()):
+            entries = self.controller.log.entries
+            entry = decision_on(entries, rank, worker.number)
+            is_planned = entry is None or entry.start.get(rank, -1) > worker.number
+            if wait_s is None or not is_planned or is_blocked(entries, rank) or not worker.is_alive:
+                del self.idle[rank]
+                worker.go_on = -1
 
     def body(self) -> None:
         try:
@@ -130,7 +184,7 @@ class Container:
     def die(self) -> None:
         """End the container with all its processes."""
         self.is_alive = False
-        for worker in self.workers.values():
+        for worker in (*self.workers.values(), *self.idle.values()):
             self._kill(worker)
 
     def wake(self) -> None:
@@ -171,6 +225,9 @@ class Container:
         try:
             for rank in [rank for rank, worker in self.workers.items() if not worker.is_alive]:
                 self._conclude(rank)
+            for rank in [rank for rank, worker in self.workers.items() if worker.is_waiting]:
+                self.attempts[rank] = self.workers[rank].number
+                self.idle[rank] = self.workers.pop(rank)
             if simulation.world.now >= self._looked_at_s + LOOK_S - 0.001:
                 self._looked_at_s = simulation.world.now
                 self._look()
@@ -180,11 +237,17 @@ class Container:
                 **snapshot.newest,
                 **{rank: max(snapshot.newest[rank], own) for rank, own in self.attempts.items()},
             }
-            ends = {rank: end for rank, end in snapshot.ends.items() if end.attempt == newest[rank]}
+            ends = {
+                rank: replace(end, goes_on=end.goes_on and rank in self.idle)
+                for rank, end in snapshot.ends.items()
+                if end.attempt == newest[rank]
+            }
             wait_s = self.controller.advance(RunSnapshot(newest, ends, snapshot.has_progress))
+            if simulation.dismisses:
+                self._dismiss(wait_s)
         except StoreError:
             return 1.0
-        if not self.workers and wait_s is None:
+        if not self.workers and not self.idle and wait_s is None:
             return None
         left_s = max(0.01, self._looked_at_s + LOOK_S - simulation.world.now)
         return left_s if wait_s is None else min(wait_s + 0.001, left_s)
@@ -216,7 +279,11 @@ class Container:
             order = self.controller.blocking_order(rank)
             if order is not None and now >= order.at + (order.within_s or 0.0):
                 self._end(rank, "cancelled")
-            elif worker.has_claimed and (store.newest[rank] > worker.number or (rank, worker.number) in store.ends):
+            elif worker.has_claimed and (store.newest[rank] > worker.claimed or (rank, worker.claimed) in store.ends):
+                last = (rank, store.newest[rank])
+                is_own = store.claims.get(last) == worker.name.encode() and last not in store.ends
+                if is_own and worker.outcome is None:
+                    self.simulation.fail(f"S6: {worker.name} is fenced by its own claim")
                 self._end(rank, "fenced")
         for rank in [rank for rank, number in self.attempts.items() if rank not in self.workers]:
             if store.newest[rank] > self.attempts[rank]:

@@ -62,6 +62,8 @@ class RestartScenario:
     """True if a supervisor leaves a rank to a controller outside the run after two strikes."""
     skew_s: float = 0.0
     """The largest difference between the clocks of processes."""
+    restartable: float = 0.0
+    """The probability that a process stays after an exception of its code, to run the next attempt."""
     acts: tuple[OutsideEvent, ...] = ()
     faults: Faults = field(default_factory=lambda: Faults(until_s=0.0))
 
@@ -102,6 +104,7 @@ class RestartScenario:
             lies=dice.choice([0.0, 0.0, 0.02]),
             has_wider=dice.random() < 0.3,
             skew_s=dice.choice([0.0, 0.0, 5.0]),
+            restartable=dice.choice([0.0, 0.0, 0.5, 1.0]),
             acts=tuple(sorted(acts, key=lambda act: act.at_s)),
             faults=faults,
         )

@@ -38,6 +38,8 @@ class RestartSimulation:
     has_intents = True
     appends_cancel = True
     marks_decided = True
+    renews_pages = True
+    dismisses = True
 
     def __init__(self, scenario: RestartScenario, *, is_traced: bool = True) -> None:
         self.scenario = scenario

@@ -113,6 +113,12 @@ MUTANTS: dict[str, Patch] = {
     "a policy in the log counts for nothing": replaced(controller, "policy_of", lambda log, launched: launched),
     "sisters that ended otherwise stop the run": replaced(rules, "_is_common_failure", lambda *seen: True),
     "nothing is carried out": replaced(RestartController, "due", lambda self, snapshot: {}),
+    "a process that has ended runs the next attempt": answering(
+        lambda answer: replace(answer, how="process") if answer.start else answer
+    ),
+    "one process runs all attempts without progress": replaced(rules, "MOST_PROCESS_STRIKES", 1000),
+    "the own claim of a process is taken for the claim of a rival": without("renews_pages"),
+    "a process waits for an attempt that will not come": without("dismisses"),
     "the end of any attempt is answered": seeing(later),
 }
 

@@ -82,6 +82,8 @@ class NoProcesses:
     ) -> list[int]:
         raise OSError("no more processes")
 
+    def prepare_same_process(self, attempt: Attempt) -> None: ...
+
     def output_tail(self, attempt: Attempt) -> str:
         return ""
 

@@ -1,0 +1,86 @@
+"""The decorator `restartable`: after a failure, the same process calls the entrypoint again as the next attempt."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from executors.replica import Replica
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_HOOKS = "__restart_hooks__"
+
+
+@dataclass(frozen=True)
+class RestartHooks:
+    """The functions that run around the calls of an entrypoint that can be called again in the same process."""
+
+    initialize: Callable[[Replica], Any] | None
+    finalize: Callable[[Replica], Any] | None
+    health_check: Callable[[Replica], Any] | None
+
+
+def restartable(
+    *,
+    initialize: Callable[[Replica], Any] | None = None,
+    finalize: Callable[[Replica], Any] | None = None,
+    health_check: Callable[[Replica], Any] | None = None,
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator for an entrypoint that may be called several times in one process.
+
+    After an exception or a `HangError`, the process stays, and calls the entrypoint again as the next attempt. Imported
+    modules, the CUDA context and compiled kernels stay loaded. The restart policy of the launch (`--restarts`) decides
+    as after every failure. A process that is killed, exits, or is no longer fit is replaced by a new one.
+
+    It has an effect on functions that a launch names as its entrypoint, in replicas of one process. Everywhere else the
+    decorated function is the plain function.
+
+    Args:
+        initialize: called with the replica before each call of the entrypoint, the first one included. An exception in
+            it is a failure of the attempt. None, the default: nothing is called.
+        finalize: called with the replica after a failure. It must free what the entrypoint has left in global
+            variables. An exception in it ends the process. None, the default: nothing is called.
+        health_check: called with the replica before the process waits for its next attempt. If it raises an exception
+            or returns False, the process ends. None, the default: nothing is called.
+
+    Returns: the decorator. The decorated function has the name and the signature of the function.
+
+    Raises:
+        TypeError: a hook is not a function, or the decorator was written without parentheses.
+
+    Example:
+        @restartable(finalize=lambda replica: cache.clear())
+        def main(lr: float = 1e-3) -> None:
+            print(current_replica().previous_failure)
+    """
+    hooks = {"initialize": initialize, "finalize": finalize, "health_check": health_check}
+    for name, hook in hooks.items():
+        if hook is not None and not callable(hook):
+            raise TypeError(f"restartable({name}=…) takes a function, got {hook!r}.")
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def entrypoint(*args: P.args, **kwargs: P.kwargs) -> T:
+            return function(*args, **kwargs)
+
+        setattr(entrypoint, _HOOKS, RestartHooks(**hooks))
+        return entrypoint
+
+    return decorate
+
+
+def hooks_of(function: Any) -> RestartHooks | None:
+    """Return the hooks of a function that `restartable` has decorated. None for every other function.
+
+    Args:
+        function: any entrypoint.
+
+    Example:
+        hooks_of(main)
+    """
+    found = getattr(function, _HOOKS, None)
+    return found if isinstance(found, RestartHooks) else None
