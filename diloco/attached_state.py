@@ -93,6 +93,8 @@ class SavedState:
         ]
 
 
+# More than 20 methods: one object knows what was attached. Saving, loading and agreeing with the other members
+# of a replica read the same list, in the order in which the user attached.
 class AttachedState:
     """The attached objects of one replica, whose states are saved for the rank's next attempt.
 

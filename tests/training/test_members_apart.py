@@ -54,7 +54,7 @@ def test_a_model_in_fsdp1_is_refused(tmp_path: Path) -> None:
 
 def test_the_stages_of_a_pipeline_are_refused_by_the_first_parameter_that_differs(tmp_path: Path) -> None:
     def body(rank: int, member: int) -> None:
-        model = small_model()
+        model: Any = small_model()
         DiLoCo(model[:2] if member == 0 else nn.Sequential(model[0], model[1], nn.Linear(7, 1)), inner_steps=1)
 
     for text in run_members(tmp_path, [2], body).values():
