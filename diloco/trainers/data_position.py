@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 from torch.utils.data import BatchSampler, IterableDataset, Sampler
 

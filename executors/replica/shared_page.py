@@ -31,10 +31,8 @@ OTHERS = "others"
     ENDING_AT, NOTICE, STEP, ROUND, MAIN_THREAD, STACKS_FILE, N_STACKS, WRITTEN, HANG_RAISED_AT, CLAIMED,
     N_DECISIONS, BEATEN, LEFT_AT, LEFT_WITH, HAS_RESULT, STORE_FAILED,
     OPENED_AT, FINISHED_AFTER, BEAT_THREAD, HEARTBEAT_THREAD, RAISED_AT, SPEAKER, BEGAN,
-) = range(35)  # fmt: skip
-    OPENED_AT, FINISHED_AFTER, BEAT_THREAD, HEARTBEAT_THREAD, RAISED_AT,
     WAITS_FOR, GO_ON,
-) = range(35)  # fmt: skip
+) = range(37)  # fmt: skip
 OF_PROCESS = (MAIN_THREAD, STACKS_FILE, BEAT_THREAD)
 """The slots that stay when the process of the page runs its next attempt."""
 # For each section: a name of 48 bytes, its longest interval, the number of intervals, its longest idle stretch.
