@@ -162,9 +162,7 @@ class GroupDiLoCo(DiLoCo):
                 [slot.name for slot in fragment.slots if slot.kind == "parameter"] for fragment in members.fragments
             ]
         with members.leading():
-            if members.is_sharded:
-                members.say(Word.GATHER, -1)
-                members._gather(-1)
+            members.gather_all()
             self._plain = plain = open_diloco(
                 members.mirror,
                 limits=self._internals.limits,
@@ -177,8 +175,7 @@ class GroupDiLoCo(DiLoCo):
                 # The optimizers of the members step their shards, and not the mirror. So nothing can be compared.
                 plain._stale_copies.trust()
                 plain._history.close()
-            members._versions = None
-            members.scatter(range(sum(len(fragment.slots) for fragment in members.fragments)))
+            members.scatter_all()
         plain._attached.on_keep = lambda position: members.say(Word.KEEP, position)
         # The parts of the leader's DiLoCo that trainers use.
         self._plan, self._settings, self._extension = plain._plan, plain._settings, plain._extension

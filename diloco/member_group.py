@@ -34,8 +34,16 @@ from diloco.tensor_names import WRAPPERS, by_clean_name, find_tensor, is_dtensor
 from executors.process import shared_file
 
 WORD_LENGTH = 12
+ALL = -1
+"""In place of the number of a fragment: all sharded parameters, also those that no round averages."""
 ALIGNMENT = 64
 """Each tensor of the mirror begins at a multiple of this number of bytes, as torch's own allocations do."""
+
+
+FACTOR = 1_000_003
+"""An odd number, by which a digest is multiplied before the next tensor or piece is added."""
+PIECE = 1 << 22
+"""The number of bytes of a tensor on a device that are compared at once."""
 
 
 class Word(IntEnum):
@@ -44,7 +52,7 @@ class Word(IntEnum):
     RETURN = 0
     """Return from the call. 1 if a result follows, and then the status that followers keep."""
     GATHER = 1
-    """Copy the shards of a fragment into the mirror. -1: of all parameters."""
+    """Copy the shards of a fragment, or `ALL`, into the mirror."""
     ALIKE = 2
     """Compare the replicated parameters of a fragment between the members."""
     SCATTER = 3
@@ -86,6 +94,7 @@ class Members:
         # An array over the same memory: a word is sent in each step, and torch takes longer to set a few integers.
         self._integers = self._word.numpy()
         self._slots = [slot for fragment in self.fragments for slot in fragment.slots]
+        self._fragment_of = {slot.name: fragment.index for fragment in self.fragments for slot in fragment.slots}
         self.is_in_call = False
         """True while all members are inside the same public call, so that followers hear the leader's words."""
         self._fresh: set[int] = set()
@@ -245,9 +254,19 @@ class Members:
                 self.say(Word.GATHER, index)
                 self._gather(index)
             if compare and self._n_mirrored < self._n_parameters:
-                self.say(Word.ALIKE, index)
                 self._check_alike(index)
         self.note_writes()
+
+    def gather_all(self) -> None:
+        """Bring the shards of all parameters into the mirror."""
+        if self.is_sharded:
+            self.say(Word.GATHER, ALL)
+            self._gather(ALL)
+
+    def scatter_all(self) -> None:
+        """Send all slots to the followers, whether this call has written them or not."""
+        self._versions = None
+        self.scatter(range(len(self._slots)))
 
     def note_all_written(self) -> None:
         """Note that this call writes all fragments without reading them, so none is gathered any more."""
@@ -349,7 +368,7 @@ class Members:
             if word == Word.GATHER:
                 self._gather(values[0])
             elif word == Word.ALIKE:
-                self._check_alike(values[0])
+                self._digests(values[0])  # the leader compares, and an ERROR follows if they differ
             elif word == Word.SCATTER:
                 self._take(values[0], values[1])
             elif word == Word.WEIGH:
@@ -366,16 +385,11 @@ class Members:
         """Copy this member's shards of a fragment into the mirror, and wait for the other members."""
         for name, p in named_parameters(self.model):
             whole = self._whole.get(name)
-            if whole is not None and (index < 0 or self._fragment_of(name) == index):
+            if whole is not None and (index == ALL or self._fragment_of.get(name) == index):
                 place, is_writer = _place_of(p)
                 if is_writer:
                     whole[place].copy_(p.to_local())
         self._barrier()
-
-    def _fragment_of(self, name: str) -> int | None:
-        if not hasattr(self, "_homes"):
-            self._homes = {slot.name: fragment.index for fragment in self.fragments for slot in fragment.slots}
-        return self._homes.get(name)
 
     @torch.no_grad()
     def _take(self, first: int, end: int) -> None:
@@ -398,29 +412,33 @@ class Members:
         if self.is_sharded:
             self._barrier()  # the leader may write to the mirror again
 
-    @torch.no_grad()
     def _check_alike(self, index: int) -> None:
         """Compare the replicated parameters of a fragment.
 
         Raises:
             ContributionError: a member has other parameters than member 0.
         """
+        self.say(Word.ALIKE, index)
+        digests = self._digests(index)
+        for member, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise ContributionError(
+                    f"Member {member} of this replica has other parameters than member 0, so only the work of one "
+                    "would count. Wrap the model in DistributedDataParallel, or shard it by fully_shard."
+                )
+
+    @torch.no_grad()
+    def _digests(self, index: int) -> list[int]:
+        """Return a digest of each member's replicated parameters in a fragment. All members call it together."""
         values = [
             find_tensor(self.model, slot.name, slot.kind).detach()
             for slot in self.fragments[index].slots
             if slot.kind == "parameter" and slot.name not in self._whole
         ]
-        if not values:
-            return
         mine = torch.tensor([_digest_of(values)], dtype=torch.int64, device="cpu")
         found = [torch.zeros_like(mine) for _ in range(self.size)]
         self._group.allgather([found], [mine]).wait()
-        for member, digest in enumerate(found):
-            if digest != found[0]:
-                raise ContributionError(
-                    f"Member {member} of this replica has other parameters than member 0, so only the work of one "
-                    "would count. Wrap the model in DistributedDataParallel, or shard it by fully_shard."
-                )
+        return [int(digest) for digest in found]
 
     def sum_of(self, weigh: Callable[[], float]) -> float:
         """Return the sum of a function over all members.
@@ -497,14 +515,27 @@ def _digest_of(values: Sequence[Tensor]) -> int:
     """Return a number of 63 bits that differs if the bits of tensors differ."""
     total = 0
     for tensor in values:
-        if tensor.device.type == "cpu":
-            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-            total = (total * 1_000_003 + (xxh3_64_intdigest(flat.numpy().data) if flat.numel() else 0)) % (1 << 63)
-        else:  # a sum of the bits, each weighted by its place, is computed on the device
-            bits = tensor.contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
-            places = torch.arange(1, bits.numel() + 1, device=bits.device)
-            total = (total * 1_000_003 + int((bits * places).sum())) % (1 << 63)
+        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+        if flat.device.type != "cpu":
+            digest = weighted_sum(flat)
+        else:
+            digest = xxh3_64_intdigest(flat.numpy().data) if flat.numel() else 0
+        total = (total * FACTOR + digest) % (1 << 63)
     return total
+
+
+def weighted_sum(flat: Tensor) -> int:
+    """Return a sum of bytes, each weighted by its place. It is computed on the device of the bytes.
+
+    Args:
+        flat: the bytes, with shape `(n,)`. They are read in pieces, because a product has eight times their size.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    places = torch.arange(1, min(flat.numel(), PIECE) + 1, device=flat.device)
+    for begin in range(0, flat.numel(), PIECE):
+        piece = flat[begin : begin + PIECE]
+        total = total * FACTOR + (piece.to(torch.int64) * places[: piece.numel()]).sum()  # an overflow wraps around
+    return int(total)
 
 
 def _packed_error(error: BaseException) -> bytes:

@@ -21,8 +21,6 @@ from executors.replica import place_in_replica
 
 WAIT_FOR_MEMBERS_S = 60.0
 """Longest wait for the other processes of a group to open the DiLoCo of the same name."""
-_n_opened: dict[tuple[int, str], int] = {}
-"""By group and name, the DiLoCos that this process has opened. All processes of a group open them in one order."""
 
 
 def find_group(
@@ -94,7 +92,8 @@ def _is_of_one_replica(group: Any, place: RunLocation, name: str) -> bool:
         DiLoCoError: some processes have not opened the DiLoCo in time.
     """
     store = _store_of(group)
-    number = _n_opened[id(group), name] = _n_opened.get((id(group), name), -1) + 1
+    # All processes of a group open their DiLoCos in one order, so each counts the same number.
+    number = store.add(_counter(group, name), 1)
     keys = [f"replicas/{name}/{number}/{each}" for each in range(group.size())]
     store.set(keys[group.rank()], str(-1 if place.replica is None else place.replica.rank))
     try:
@@ -120,7 +119,13 @@ def store_of_members(group: Any, name: str) -> Any:
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
-    return PrefixStore(f"replicas/{name}/{_n_opened.get((id(group), name), 0)}/group", _store_of(group))
+    store = _store_of(group)
+    return PrefixStore(f"replicas/{name}/{store.add(_counter(group, name), 0)}/group", store)
+
+
+def _counter(group: Any, name: str) -> str:
+    """Return the key in a group's store of the number of DiLoCos of a name that this process has opened."""
+    return f"replicas/{name}/opened/{group.rank()}"
 
 
 def _store_of(group: Any) -> Any:

@@ -31,8 +31,9 @@ NOT_USERS = ("diloco", "executors", "torch", "threading", "importlib", "runpy")
 RUNNERS = ("_pytest", "pluggy")
 """Packages that call the user's code in a test. The frames outside of theirs belong to pytest and its plug-ins."""
 NOT_SEARCHED = ("diloco", "executors", *RUNNERS)
-"""Packages whose objects have no copy of the user's weights. Those of diloco lead to other replicas, if replicas are
-threads of one process. Those of pytest lead from each fixture to all tests of a session, so a search meets its limit.
+"""Packages whose objects have no copy of the user's weights. If replicas are threads of one process, objects of diloco
+lead from one replica to the others. Objects of pytest lead from each fixture to all tests of a session, so a search
+would meet its limit.
 """
 
 

@@ -121,7 +121,7 @@ def calls(scene: Scene) -> Iterator[tuple[str, str, Any]]:
 
 def without_traces(text: str, folder: Path) -> str:
     """Return a document without the names of this machine, its user and its folder."""
-    text = text.replace(str(folder), "/home/me/work").replace(str(Path(sys.executable)), "/home/me/.venv/bin/python")
+    text = text.replace(str(folder), "/home/me/project").replace(str(Path(sys.executable)), "/home/me/.venv/bin/python")
     text = text.replace(str(Path(__file__).parents[2]), "/home/me/replicas")
     text = text.replace(socket.gethostname(), "laptop")
     # The identity of a process has the machine's boot id and the inode of its process namespace.

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from support.members import inner_step, run_members, small_model, whole, wrapped
 
 from diloco import DiLoCo
+from diloco.errors import ContributionError
+from diloco.member_group import weighted_sum
 from diloco.process_check import find_group
 from executors.replica import current_replica
 from executors.store import store_at
@@ -98,6 +100,35 @@ def test_members_with_other_parameters_are_refused_with_the_remedy(tmp_path: Pat
             "ContributionError: Member 1 of this replica has other parameters than member 0, so only the work of one "
             "would count. Wrap the model in DistributedDataParallel, or shard it by fully_shard."
         )
+
+
+def test_after_an_error_about_other_parameters_the_members_still_make_their_calls_together(tmp_path: Path) -> None:
+    def body(rank: int, member: int) -> int:
+        model = small_model()
+        diloco = DiLoCo(model, inner_steps=1)
+        with torch.no_grad():
+            next(model.parameters()).add_(member)
+        with pytest.raises(ContributionError, match="Member 1"):
+            diloco.step()
+        return len(diloco.state_dict())
+
+    found = run_members(tmp_path, [2], body)
+    assert (found[0, 0] > 0, found[0, 1]) == (True, 0), found
+
+
+def test_the_sum_that_compares_tensors_on_a_device_sees_each_bit_and_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("diloco.member_group.PIECE", 16)
+    values = torch.arange(50, dtype=torch.uint8)
+    sums = {weighted_sum(values)}
+    for place in range(50):
+        changed = values.clone()
+        changed[place] ^= 1
+        sums.add(weighted_sum(changed))
+    swapped = values[[*range(16, 32), *range(16), *range(32, 50)]]
+    assert len(sums | {weighted_sum(swapped)}) == 52
+    assert weighted_sum(values[:0]) == 0
 
 
 def test_an_error_of_the_leader_is_raised_in_all_members(tmp_path: Path) -> None:

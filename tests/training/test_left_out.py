@@ -27,7 +27,9 @@ def test_a_replica_whose_frozen_weights_are_not_the_others_is_warned(
             pass
 
     run_replicas(2, body)
-    warned = [r.getMessage() for r in caplog.records if "and so have 2 parameters in all" in r.getMessage()]
+    warned = [
+        r.getMessage() for r in caplog.records if "and so have 2 frozen parameters and buffers in all" in r.getMessage()
+    ]
     assert len(warned) == (0 if is_alike else 1)
 
 
