@@ -82,7 +82,8 @@ def die_when_told(folder: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leave_when_asked() -> str:
+def leave_when_asked(folder: str) -> str:
+    tasks.mark(Path(folder, "called"))
     eventually(lambda: current_replica().ending_s is not None, "the replica was asked to leave")
     return "saved"
 
