@@ -152,7 +152,7 @@ def launch(
                 asked = {name: value for name, value in settings.items() if value is not None}
                 is_command = entrypoint is None and context.obj is not None
                 request = LaunchRequest.of(
-                    Command.of(context.obj) if is_command else entrypoint or default_task(),
+                    Command.of(context.obj) if is_command else default_task() if entrypoint is None else entrypoint,
                     args={name: value for name, value in args.items() if name not in given},
                     arg_texts={**texts, **given},
                     argv=None if is_command else [] if module and context.obj is None else context.obj,

@@ -41,7 +41,6 @@ def test_executors_offers_exactly_these_names() -> None:
         "list_runs",
         "open_store",
         "restartable",
-        "restartable",
     ]
 
 
