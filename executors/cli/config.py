@@ -85,7 +85,9 @@ def use_settings(command: Any, context: Any, arguments: list[str]) -> None:
     json_guard.as_json = {**context.default_map, **given}.get("as_json", False)
     flags = {option.name: option.opts[0] for option in command.get_params(context) if option.opts[0] != option.name}
     context.meta[GIVEN] = {
-        _key(flags.get(name, name)): flags.get(name, "the command line") for name, value in given.items() if value
+        _key(flags.get(name, name)): flags.get(name, "the command line")
+        for name, value in given.items()
+        if value or value == ""  # a text may be given as an empty one, and is refused
     }
 
 

@@ -120,6 +120,7 @@ def test_what_is_wrong_with_a_launch_is_said_with_the_file_that_says_it(here: He
     file.write_text(SETTINGS)
     result = here.replicas("launch", "", "--n", 1)
     assert (result.code, "Bad entrypoint ''" in result.stderr) == (2, True), "an empty one is not that of the file"
+    assert "is from" not in result.stderr, "the command line gave it"
     file.write_text("n = ")
     assert here.replicas("launch", "--help").code == 0, "a broken file breaks no help"
 
