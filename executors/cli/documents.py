@@ -267,6 +267,8 @@ class RankLog(TypedDict):
 
     rank: int
     """The rank."""
+    members: Sequence[int] | None
+    """The processes of the replica that `--rank` names, as in `2.1`. Null: all."""
     log: str
     """The lines that were asked for."""
 

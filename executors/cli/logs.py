@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from executors.cli.documents import LogsDocument, StackDump, StacksDocument
 from executors.cli.options import (
     BackendOptions,
     ExecutorOption,
-    RanksOption,
+    MembersOption,
     RendezvousOption,
     RunArgument,
     find_run,
@@ -27,6 +27,7 @@ from executors.settings.durations import DURATIONS, parse_duration
 
 if TYPE_CHECKING:
     from executors.run.run import Run
+    from executors.view.run_view import RunView
 
 ATTEMPT = "The number of an attempt, or `all`. Default: the newest attempt of each rank."
 LINES = "The number of last lines of each replica. Default: 200, but all that --grep, --since and --until find."
@@ -65,6 +66,23 @@ def without_bars(line: str) -> str:
     return BAR.sub("", line)
 
 
+def _without_bars_of_member(line: str) -> str:
+    """Return a line without these parts. The number of the process that printed the line stays before it."""
+    from executors.view.run_logs import OF_MEMBER
+
+    found = OF_MEMBER.match(line)
+    return without_bars(line) if found is None else f"{found[0]}{without_bars(line[found.end() :])}"
+
+
+def without_bars_of(view: RunView) -> Callable[[str], str]:
+    """Return a function that removes from a line the parts that progress bars have overwritten.
+
+    Args:
+        view: the run. The lines of replicas that have several processes begin with the number of the process.
+    """
+    return without_bars if view.record.settings.procs in (None, "1") else _without_bars_of_member
+
+
 @describe(
     examples=[
         "replicas logs RUN --follow",
@@ -79,7 +97,7 @@ def without_bars(line: str) -> str:
 )
 def logs(
     run: RunArgument,
-    rank: RanksOption = None,
+    rank: MembersOption = None,
     follow: Annotated[bool, Option("--follow", "-f", help="Continue with new lines until the run ends.")] = False,
     lines: Annotated[int | None, Option("--lines", "-n", metavar="N", help=LINES)] = None,
     attempt: Annotated[str | None, Option("--attempt", metavar="K", help=ATTEMPT)] = None,
@@ -97,10 +115,12 @@ def logs(
     """Print the output of replicas.
 
     The output of several ranks has `\\[rank]` before each line.
+    If a replica has several processes, the lines of process 1 begin with `\\[1]`. Lines of process 0, of other programs
+    and of C code have no number. `--rank 2.1` selects the lines of process 1 of rank 2.
     """
     from executors.run.run import view_of
     from executors.view.report.text import colored
-    from executors.view.run_logs import LineFilter, log_pieces, logs_by_rank
+    from executors.view.run_logs import LineFilter, lines_of_members, log_pieces, logs_by_rank
 
     found = find_run(run, rendezvous, backend, option)
     view = view_of(found)
@@ -113,11 +133,17 @@ def logs(
     if attempt not in (None, "all") and not attempt.isdecimal():
         refuse(f"--attempt must be a number or 'all', got {attempt!r}.")
     which: Any = int(attempt) if attempt and attempt != "all" else attempt
+    ranks = list(dict.fromkeys(one for one, _ in rank or ()))
+    members = {one: [number for each, number in rank or () if each == one] for one in ranks}
+    # A rank that was also named without a process is shown whole.
+    chosen_members = {one: numbers for one, numbers in members.items() if None not in numbers}
     if stacks:
+        if chosen_members:
+            refuse("--stacks shows the stacks of all processes of a replica. Remove the process from --rank.")
         given = {"follow": follow, "grep": grep, "since": since, "until": until, "prefix": prefix, "lines": lines}
         if wrong := next((name for name, value in given.items() if value), None):
             refuse(f"--stacks shows complete stacks. Remove --{wrong}.")
-        return _show_stacks(found, rank or found.ranks, which, Output(as_json))
+        return _show_stacks(found, ranks or found.ranks, which, Output(as_json))
     last, unread = "\n", list[int]()
 
     def name_unread(one: int, error: BackendError) -> None:
@@ -130,19 +156,22 @@ def logs(
             since=None if since is None else moment(since),
             until=None if until is None else moment(until),
             prefix=prefix,
-            clean=str if raw else without_bars,
+            clean=str if raw else without_bars_of(view),
+            members=lines_of_members(view, chosen_members),
         )
         n_lines = lines if lines is not None else None if chosen.is_search and not follow else LAST_LINES
         if as_json:
-            texts = logs_by_rank(view, rank or found.ranks, n_lines, which, chosen, note, name_unread)
+            texts = logs_by_rank(view, ranks or found.ranks, n_lines, which, chosen, note, name_unread)
             logs: LogsDocument = {
                 "run_id": found.run_id,
                 "attempt": attempt,
-                "replicas": [{"rank": one, "log": text} for one, text in texts.items()],
+                "replicas": [
+                    {"rank": one, "members": chosen_members.get(one), "log": text} for one, text in texts.items()
+                ],
             }
             Output(as_json).document(logs)
             return FAILED if unread else 0
-        asked = rank[0] if rank is not None and len(rank) == 1 else rank
+        asked = ranks[0] if len(ranks) == 1 else ranks or None
         # output that goes to a file or a program gets no colors of this command
         shown = colored if sys.stdout.isatty() else str
         for text in log_pieces(view, asked, n_lines, follow, which, chosen, note, name_unread):

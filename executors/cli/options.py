@@ -68,6 +68,19 @@ def _ranks_in(text: str) -> list[int]:
     return [rank for span in spans for rank in span]
 
 
+def _members_in(text: str) -> list[tuple[int, int | None]]:
+    """Return the ranks and processes that a text names: `0,2.1` is all of rank 0, and process 1 of rank 2."""
+    found: list[tuple[int, int | None]] = []
+    for part in text.split(","):
+        if (one := re.fullmatch(r"(\d{1,7})\.(\d{1,4})", part.strip())) is not None:
+            found.append((int(one[1]), int(one[2])))
+        elif "." in part:
+            raise UsageProblem(f"{text!r} does not name a process of a replica. Write 2.1 for process 1 of rank 2.")
+        else:
+            found += [(rank, None) for rank in _ranks_in(part)]
+    return found
+
+
 def _flat(given: Any) -> Any:
     """Return the ranks of an option that was given several times. Each rank is listed once."""
     return given and list(dict.fromkeys(rank for ranks in given for rank in ranks))
@@ -82,6 +95,18 @@ RanksOption = Annotated[
         parser=_ranks_in,
         callback=_flat,
         help="Only these ranks, as in 3 or 0,2-5. Repeatable. Default: all.",
+    ),
+]
+MembersOption = Annotated[
+    list[Any] | None,
+    Option(
+        "--rank",
+        "-r",
+        metavar="R,…",
+        parser=_members_in,
+        callback=_flat,
+        help="Only these ranks, as in 3 or 0,2-5, or one process of a rank that has several: 2.1. Repeatable. "
+        "Default: all.",
     ),
 ]
 RENDEZVOUS = (

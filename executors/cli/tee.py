@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from executors.cli.logs import without_bars
+from executors.cli.logs import without_bars_of
 from executors.errors import ReplicasError
 from executors.logs.follower import WHOLE, begins
 from executors.run.run import Run, view_of
@@ -40,7 +40,7 @@ class Tee:
 
     def _follow(self) -> None:
         try:
-            chosen = LineFilter(clean=without_bars)
+            chosen = LineFilter(clean=without_bars_of(self._view))
             for line in log_pieces(self._view, self._ranks, WHOLE, True, "all", chosen, note=lambda words: None):
                 if not line.endswith(begins(0)):  # the first attempt of a rank needs no line about its beginning
                     self._show(line.rstrip("\n"))

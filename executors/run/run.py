@@ -25,7 +25,7 @@ from executors.store import Store
 from executors.store.artifacts import Artifact
 from executors.view.report.event_reader import Event
 from executors.view.report.root_cause import raise_root_cause
-from executors.view.run_logs import LineFilter, Ranks, Which, log_pieces
+from executors.view.run_logs import LineFilter, Ranks, Which, lines_of_members, log_pieces
 from executors.view.run_view import RunView, all_artifacts
 
 log = logging.getLogger(__name__)
@@ -232,12 +232,13 @@ class Run:
         attempt: Which = None,
         grep: str | None = None,
         since: float | None = None,
+        member: int | None = None,
     ) -> str: ...
 
     @overload
     def logs(
         self, rank: Ranks = None, tail: int = 200, *, follow: Literal[True], attempt: Which = None,
-        grep: str | None = None,
+        grep: str | None = None, member: int | None = None,
     ) -> Iterator[str]: ...  # fmt: skip
 
     def logs(
@@ -249,6 +250,7 @@ class Run:
         attempt: Which = None,
         grep: str | None = None,
         since: float | None = None,
+        member: int | None = None,
     ) -> str | Iterator[str]:
         """Return the last lines of the output of replicas. With several ranks, `[rank]` leads each line.
 
@@ -260,17 +262,22 @@ class Run:
             attempt: the number of an attempt, or "all". None, the default: the newest attempt of each rank.
             grep: only the lines in which this regular expression is found. None: every line.
             since: only the lines of the last `since` seconds; not with `follow`. None: no limit.
+            member: only the lines of this process of each replica that has several. The lines of process 1 begin with
+                `[1] `, and those of process 0 with no number. None, the default: the lines of all processes.
 
         Raises:
-            ValueError: the run has no such rank or attempt, or no times of lines are known.
+            ValueError: the run has no such rank, attempt or member, or no times of lines are known.
             BackendError: no log could be read.
 
         Example:
             print(run.logs(rank=2, tail=50))
         """
         since = None if since is None else time.time() - since
-        lines = LineFilter(grep=re.compile(grep) if grep else None, since=since)
-        pieces = log_pieces(view_of(self), rank, tail, follow, attempt, lines)
+        view = view_of(self)
+        ranks = view.ranks if rank is None else [rank] if isinstance(rank, int) else rank
+        members = {} if member is None else lines_of_members(view, {each: [member] for each in ranks})
+        lines = LineFilter(grep=re.compile(grep) if grep else None, since=since, members=members)
+        pieces = log_pieces(view, rank, tail, follow, attempt, lines)
         return pieces if follow else "".join(pieces)
 
     def metrics(self) -> Metrics:

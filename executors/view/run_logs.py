@@ -9,8 +9,8 @@ import re
 import string
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from queue import Queue
 from typing import Generic, Literal, TypeVar
@@ -24,10 +24,11 @@ from executors.logs.gaps import completed, completed_bytes
 from executors.logs.log import KnowsTimes, Log
 from executors.logs.readers import lines_of
 from executors.protocol import Outcome
+from executors.settings.procs import MAX_PROCS
 from executors.store.record_names import OUTCOME
 from executors.view.replica_records import unreadable
 from executors.view.run_state_reader import RunStateReader
-from executors.view.run_view import RunView
+from executors.view.run_view import RunView, known_members
 
 LOOK_S, FAR_LOOK_S = 1.0, 4.0  # between two looks at a run: in a directory, and in a bucket
 Which = int | Literal["all"] | None
@@ -42,8 +43,36 @@ KEPT_BYTES = 2 * OUTPUT_TAIL_BYTES  # of the end of a log, in which the output t
 FIELDS = ("rank", "attempt", "run_id")
 """The names that the prefix of a line may contain."""
 
+OF_MEMBER = re.compile(r"\[([1-9]\d{0,3})\] ")
+"""The beginning of a line that a process of a replica has printed, unless it is process 0."""
+
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MemberLines:
+    """Selects the lines of some processes of a replica that has several.
+
+    Example:
+        MemberLines(frozenset({1}), 2).include("[1] step 7")  # True
+    """
+
+    chosen: frozenset[int]
+    """The numbers of the processes."""
+    n: int | None
+    """The number of processes of the replica. None: it is not known."""
+
+    def include(self, line: str) -> bool:
+        """Return True if one of the processes has printed the line. A line without a number is process 0's.
+
+        Args:
+            line: the line as it is in the log.
+        """
+        found = OF_MEMBER.match(line)
+        number = 0 if found is None else int(found[1])
+        # Process 0 may print such a text itself, and no process has that number then.
+        return (0 if self.n is not None and number >= self.n else number) in self.chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +92,8 @@ class LineFilter:
     """A template of the text before each line. None: the rank in brackets, if there are several ranks."""
     clean: Callable[[str], str] = str
     """Returns a line in the form that is shown."""
+    members: Mapping[int, MemberLines] = field(default_factory=dict)
+    """By rank, the processes whose lines are chosen. A rank that is missing: all its processes."""
 
     def __post_init__(self) -> None:
         if self.prefix is None:
@@ -82,6 +113,8 @@ class LineFilter:
 
     def shown(self, attempt: Attempt, line: str, *, is_one: bool) -> str:
         """Return a line with its prefix and newline. Empty if the filter excludes the line."""
+        if attempt.rank in self.members and not self.members[attempt.rank].include(line):
+            return ""
         text = self.clean(line)
         if self.grep is not None and not self.grep.search(text.removesuffix("\n")):
             return ""
@@ -91,6 +124,30 @@ class LineFilter:
 
 
 EVERYTHING = LineFilter()
+
+
+def lines_of_members(view: RunView, chosen: Mapping[int, Collection[int]]) -> dict[int, MemberLines]:
+    """Return the filter for the lines of some processes of replicas, after a check that the processes exist.
+
+    Args:
+        view: the run.
+        chosen: by rank, the numbers of the processes.
+
+    Raises:
+        ValueError: the run has no such rank, or the rank has no such process.
+
+    Example:
+        LineFilter(members=lines_of_members(view, {2: [1]}))
+    """
+    found = {}
+    for rank, members in chosen.items():
+        n = known_members(view, view.check_rank(rank))
+        limit = MAX_PROCS if n is None else n
+        if wrong := [member for member in members if not 0 <= member < limit]:
+            has = "one process, 0" if limit == 1 else f"the processes 0 to {limit - 1}"
+            raise ValueError(f"Rank {rank} has {has}, got process {wrong[0]} of rank {rank}.")
+        found[rank] = MemberLines(frozenset(members), n)
+    return found
 
 
 def log_pieces(
@@ -351,7 +408,7 @@ class RunLogs:
         chosen = self._chosen
         if chosen.since is not None or chosen.until is not None:
             yield from self._between(attempt)
-        elif chosen.grep is not None or n_lines is None:
+        elif chosen.grep is not None or n_lines is None or attempt.rank in chosen.members:
             yield from lines_of(self.whole(attempt, lambda why: self._say(attempt, f"{why}.")))
         else:
             yield _split(self._tail(attempt, n_lines))

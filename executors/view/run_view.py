@@ -23,6 +23,7 @@ from executors.registry.run_index import (
 )
 from executors.registry.run_placements import GivenExecutor, RunPlacements
 from executors.restarts.lease import was_start_abandoned
+from executors.settings.procs import gpus_asked
 from executors.status import ReplicaState, RunStatus, name_ranks
 from executors.store import Store
 from executors.store.artifacts import Artifact, kept_artifacts
@@ -254,6 +255,28 @@ class RunView:
         if not 0 <= rank < self.world_size and rank not in self.ranks:
             raise ValueError(f"Run {self.run_id!r} has no rank {rank}, but {name_ranks(self.ranks)}.")
         return rank
+
+
+def known_members(view: RunView, rank: int) -> int | None:
+    """Return the number of processes of a replica. None: it is counted where the replica starts, and is not known.
+
+    Args:
+        view: the run.
+        rank: the rank.
+
+    Example:
+        known_members(view_of(attach("first-try")), rank=0)  # 8, after a launch with `--procs 8`
+    """
+    records = view.reader.records
+    records.update(RECENT_S)
+    procs = view.record.settings.procs
+    if procs is None or procs.isdecimal():
+        return int(procs or 1)
+    outcome = records.outcome(rank)
+    if outcome is not None and outcome.members:
+        return len(outcome.members)
+    # An added rank may have another GPU than the launch.
+    return gpus_asked(view.record.settings.gpu) if rank < view.world_size else None
 
 
 def all_artifacts(view: RunView, rank: int) -> list[Artifact]:

@@ -28,6 +28,12 @@ def bar():
     print()
     print("[0] \\rover\\r\\n", end="")
 
+def of_members():
+    import os
+    replica = current_replica()
+    print(f"of {replica.rank}.{replica.member}")
+    print("[7] is not a number of a process" if replica.member == 0 else "\\r10 %\\r20 %")
+
 SPOILS = "\\x1b]0;title\\x07\\x1b[2J\\x9b2J\\u202e\\x1bc\\x1b[31mred\\tand\\x1b[0m plain\\x08"
 
 def spoil():
@@ -174,6 +180,46 @@ def test_all_matching_lines_of_a_long_log_are_shown_and_omitted_lines_are_counte
         shown = bars.replicas("logs", "mine", "-n", 10**8, *arguments)
         assert (shown.code, shown.stderr) == (0, f"Note: Rank 0: {words}.\n"), arguments
         assert shown.stdout.endswith("step 059999 " + "é" * 40 + " loss=1\n")
+
+
+def test_the_lines_of_one_process_of_a_replica_are_chosen_by_its_number(
+    bars: HereInstead, local: LocalProcessExecutor
+) -> None:
+    assert launch(local, "bars:of_members", 2, run_id="mine", procs=2).wait(60)
+    leader, follower = ["of 1.0", "[7] is not a number of a process"], ["[1] of 1.1", "[1] 20 %"]
+    for follow in ([], ["--follow"]):
+        for asked, expected in (
+            ("1.0", leader),
+            ("1.1", follower),
+            ("1.0,1.1", leader + follower),
+            ("1.1,1", leader + follower),
+        ):
+            shown = bars.replicas("logs", "mine", "-r", asked, *follow)
+            assert (shown.code, sorted(shown.stdout.splitlines())) == (0, sorted(expected)), shown
+    assert bars.replicas("logs", "mine", "-r", "1.1", "-n", 1, "--grep", "of").stdout == "[1] of 1.1\n"
+    rows = bars.replicas("logs", "mine", "-r", "0,1.1", "--json").json["replicas"]
+    assert [(row["rank"], row["members"]) for row in rows] == [(0, None), (1, [1])]
+    assert rows[1]["log"] == "[1] of 1.1\n[1] 20 %\n"
+    run = attach("mine")
+    assert run.logs(1, member=0).splitlines() == leader
+    assert sorted(run.logs(member=1, grep="of").splitlines()) == ["[0] [1] of 0.1", "[1] [1] of 1.1"]
+    assert list(run.logs(1, follow=True, member=1)) == ["[1] of 1.1\n", "[1] \r10 %\r20 %\n"]
+
+
+def test_a_process_that_a_replica_does_not_have_is_refused(bars: HereInstead, local: LocalProcessExecutor) -> None:
+    assert launch(local, "bars:of_members", 1, run_id="mine", procs=2).wait(60)
+    assert launch(local, "bars:bar", 1, run_id="other").wait(60)
+    for run, asked, message in (
+        ("mine", "0.2", "Rank 0 has the processes 0 to 1, got process 2 of rank 0."),
+        ("other", "0.1", "Rank 0 has one process, 0, got process 1 of rank 0."),
+        ("mine", "1.0", "has no rank 1"),
+        ("mine", "0.x", "'0.x' does not name a process of a replica. Write 2.1 for process 1 of rank 2."),
+        ("mine", "0.1 --stacks", "--stacks shows the stacks of all processes"),
+    ):
+        refused = bars.replicas("logs", run, "-r", *asked.split())
+        assert (refused.code, message in refused.stderr) == (2, True), refused
+    with pytest.raises(ValueError, match="Rank 0 has the processes 0 to 1, got process 2"):
+        attach("mine").logs(0, member=2)
 
 
 REFUSED = (
