@@ -550,4 +550,6 @@ def _packed_error(error: BaseException) -> bytes:
 def _unpacked_error(data: bytes) -> BaseException:
     error = pickle.loads(data)  # from the leader of the same replica
     assert isinstance(error, BaseException)
+    # The outcome of the replica then names the leader, whose traceback has the place of the error.
+    error.of_another_member = True  # type: ignore[attr-defined]
     return error

@@ -326,11 +326,14 @@ class Backend(ABC):
 
     # --- before a launch
 
-    def warm_up(self) -> None:
+    def warm_up(self, entrypoint: str | Callable[..., Any]) -> None:
         """Begin slow preparations that cost no money, and do not wait for them. A launch is expected soon.
 
+        Args:
+            entrypoint: the entrypoint of the launch. A command needs fewer preparations than a function.
+
         Example:
-            backend.warm_up()
+            backend.warm_up("train.py:main")
         """
         return
 

@@ -257,7 +257,7 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     names: Any = {"env": list(request.env or ()), "secrets": settings.secrets}
     placements = placements.with_limits(gpu=settings.gpu, timeout_s=timeout, **names)
     with contextlib.closing(GitQuery(Path.cwd())) as look:
-        placements.warm_up()
+        placements.warm_up(request.entrypoint)
         for module in NEEDED_SOON:  # meanwhile other processes warm up, and ask git
             importlib.import_module(module)
         placements.check_launch(request)

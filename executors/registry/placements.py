@@ -303,10 +303,14 @@ class Placements(PlacedRanks, Backend):
         (_, first), *others = self.installed
         return first.options_to_keep, {place.name: backend.options_to_keep for place, backend in others}
 
-    def warm_up(self) -> None:
-        """Let each backend begin the slow parts of a start."""
+    def warm_up(self, entrypoint: str | Callable[..., Any]) -> None:
+        """Let each backend begin the slow parts of a start.
+
+        Args:
+            entrypoint: the entrypoint of the launch.
+        """
         for backend in self._backends():
-            backend.warm_up()
+            backend.warm_up(entrypoint)
 
     def check_launch(self, request: LaunchRequest) -> None:
         """Raise an error if one of the backends refuses the launch; see `Backend.check_launch`.

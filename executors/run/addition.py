@@ -127,7 +127,7 @@ def add_replicas(
         # A replica that joins may have claimed one of the ranks in the meantime. That rank is not started here.
         ranks += [rank for rank in added.ranks if not Attempt(run.store, run.run_id, rank).has_started()]
     spec = with_own_task(replace(spec, ranks=tuple(ranks)), place)
-    start = StartSpec(spec, launched.entrypoint, gpu, timeout_s)
+    start = StartSpec(spec, task.given_entrypoint, gpu, timeout_s)
     log = DecisionLog(run.store, run.run_id, key=spec.key)
 
     def prepare() -> None:

@@ -122,7 +122,7 @@ def start_specs_of(
         if len(placements.placed) == 1:
             its_gpu, its_timeout = gpu or place.gpu, place.timeout_s if timeout is None else timeout
         its_spec = replace(with_own_task(spec, place), ranks=its, env=its_env, secret_names=given, lease_s=lease_s)
-        found.append(StartSpec(its_spec, task.launched_with.entrypoint, its_gpu, its_timeout))
+        found.append(StartSpec(its_spec, task.given_entrypoint, its_gpu, its_timeout))
     return found
 
 

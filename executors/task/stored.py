@@ -13,6 +13,7 @@ from executors.patience import BRIEF, START, OutageTolerance, retry
 from executors.store import Store
 from executors.store.records import get_at_most
 from executors.task.arguments import annotations_of, check_call, from_texts
+from executors.task.command import Command
 from executors.task.entrypoint import argv_of, load_entrypoint, loading, prepare_entrypoint
 from executors.task.placeholders import fill
 from executors.task.record import LaunchedWith, TaskRecord
@@ -86,6 +87,15 @@ class StoredTask:
                 f"{key!r} in {self.store.url} does not describe the launch of the run.", key=key, url=self.store.url
             )
         return self.record.launched_with
+
+    @property
+    def given_entrypoint(self) -> str | Command:
+        """The entrypoint as the launch named it, or the command.
+
+        Raises:
+            CorruptObjectError: the task does not describe its launch.
+        """
+        return Command(self.record.command) if self.record.command else self.launched_with.entrypoint
 
     def read(self, name: str, digest: str | None, tolerance: OutageTolerance = BRIEF) -> memoryview:
         """Read one of the task's objects, which must have the given sha256.

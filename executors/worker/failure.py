@@ -133,14 +133,26 @@ def _place(trace: TracebackType | None) -> str | None:
         trace = trace.tb_next
     if found is None:
         return None
-    file = found.tb_frame.f_code.co_filename
+    return shown_place(found.tb_frame.f_code.co_filename, found.tb_lineno)
+
+
+def shown_place(file: str, line: int) -> str:
+    """Return a file and a line as a message shows them: relative to the working directory, or the file's name alone.
+
+    Args:
+        file: the path, as in a frame.
+        line: the number of the line.
+
+    Example:
+        shown_place("/home/me/project/train.py", 7)  # "train.py:7"
+    """
     if any(mark in file for mark in NOTEBOOK):
-        return f"a notebook's cell, line {found.tb_lineno}"
+        return f"a notebook's cell, line {line}"
     shown = os.path.basename(file)
     with contextlib.suppress(OSError):  # the working directory may be deleted
         if file.startswith(here := os.getcwd() + os.sep):
             shown = file.removeprefix(here)
-    return f"{shown}:{found.tb_lineno}"
+    return f"{shown}:{line}"
 
 
 def is_store_failure(error: BaseException | None) -> bool:

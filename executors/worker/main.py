@@ -79,6 +79,9 @@ if TYPE_CHECKING:
     from executors.worker.tracking import Tracking
 
 BAD_OPTIONS = 2  # the exit code of argparse and click after a wrong option
+REPEATED_ERROR_S = 1.0
+"""By how much an error is dated later that another process of the replica has raised first. It is more than the time in
+which the other processes of a failed replica may report their own errors."""
 AFTER_THE_END = "this attempt began after the last round"
 AFTER_THE_END_ADVICE = (
     "This attempt began after the last round: the run is complete, and the model holds the anchor. A loop of the "
@@ -290,7 +293,9 @@ class _Worker:
         except BaseException as error:
             self._let_finish()
             if assignment.page is not None and not sigterm_arrived():
-                assignment.page.raised_at = time.monotonic()
+                # An error that another member has raised, too, is dated later. So the outcome names that member.
+                is_repeated = getattr(error, "of_another_member", False)
+                assignment.page.raised_at = time.monotonic() + REPEATED_ERROR_S * is_repeated
             if sigterm_arrived() and not self.heartbeat.supervisor_is_gone:
                 self.stop(None)
                 return TERMINATED  # the supervisor sent SIGTERM for a reason that it knows, so it writes the outcome
@@ -627,7 +632,9 @@ def _load(replica: Replica, stored: StoredTask, assignment: Assignment) -> funct
         replica.recorder = None  # a process of the command records the measurements
 
         # The GPU is not checked: the program may use another framework, or a torch of another environment.
-        return functools.partial(run_command, fill(list(command), own), replica)
+        words = fill(list(command), own)
+        replica.knows_rank = replica.knows_rank or "rank" in own.used
+        return functools.partial(run_command, words, replica)
     function, args = stored.load(own)
     if assignment.gpu is not None:
         check_gpu(assignment.gpu)

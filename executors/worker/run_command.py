@@ -23,13 +23,13 @@ from executors.replica import PAGE, Replica
 from executors.task.command import search_path
 from executors.task.stored import installed_version
 from executors.worker.failure import fingerprint_of, last_error
+from executors.worker.printed_error import before_report, place_in, printed_traceback, root_cause
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 MAX_ERROR_FILE_BYTES = 1 << 20
 MAX_NOTED = 20_000  # the longest text of the error file that an outcome takes
 RENDEZVOUS_OF_TORCHRUN = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "localhost:0"}
 """Without these, torchrun before torch 2.13 takes port 29500, which a second replica on the machine cannot take."""
-TORCHRUN_REPORT = "torch/distributed/elastic/multiprocessing/api.py"
 FREE_PORT_SINCE = (2, 13)
 
 _asked_group: int | None = None
@@ -63,7 +63,8 @@ def outcome_fields(error: CommandFailedError, output_tail: Callable[[], str]) ->
 
     Args:
         error: the failure.
-        output_tail: returns the end of the output, for a command that left no error in its file.
+        output_tail: returns the end of the output, for a command that left no error in its file. The error is then the
+            traceback that a process printed, or its last lines.
 
     Example:
         outcome_fields(error, lambda: "Error: no such file")["reason"]  # "no_result"
@@ -73,14 +74,20 @@ def outcome_fields(error: CommandFailedError, output_tail: Callable[[], str]) ->
     if code is None:
         return {"reason": "start_failed", "error": text, "exit_code": 1, "fingerprint": alike}
     found = {"exit_code": code, "signal": signal_name(-code) if code < 0 else None}
-    if error.noted is not None:
-        line, alike = error.noted.rpartition("\n")[2], fingerprint_of(ReplicasError(error.noted))
-        text = f"{text}\n{error.noted}"
-        return {**found, "reason": "exception", "error": text, "error_line": line, "fingerprint": alike}
+    tail = output_tail()
+    # A process that a signal ended left no traceback. Its siblings print one, because they lose their connection to it.
+    if error.noted is None and (cause := root_cause(tail)) is not None:
+        return {**found, "reason": "no_result", "error": f"{text} {cause}", "error_line": cause, "fingerprint": alike}
     # After the error of its process, torchrun prints a traceback of its own and a table without a reason.
-    tail = output_tail().strip()
-    before, report, _ = tail.partition(TORCHRUN_REPORT)
-    if tail := before.rpartition("\n")[0].strip() if report else tail:
+    tail = before_report(tail).strip()
+    if (noted := error.noted or printed_traceback(tail)) is not None:
+        line, place = noted.rpartition("\n")[2], place_in(noted)
+        text = f"{text}\n{noted}"
+        # Without the frames, because processes that fail together print tracebacks of different depth.
+        alike = fingerprint_of(ReplicasError(f"{place}: {line}"))
+        return {**found, "reason": "exception", "error": text, "error_line": line, "error_place": place,
+                "fingerprint": alike}  # fmt: skip
+    if tail:
         text += f" It printed: {last_error(tail)}"
     return {**found, "reason": "no_result", "error": text, "fingerprint": alike}
 

@@ -91,6 +91,16 @@ def main():
 
 main()
 """
+KILLED = """
+import os, signal
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(torch.ones(1))
+"""
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
@@ -157,6 +167,37 @@ def test_the_outcome_of_a_command_has_the_error_that_it_left_for_torchrun(start:
     outcome = ended(start("python", "-c", script))
     assert (outcome.reason, outcome.exit_code, outcome.error_line) == ("exception", 3, "ValueError: no luck")
     assert str(outcome.error).endswith(" ended with exit code 3.\nTraceback\n  x\nValueError: no luck")
+
+
+def test_the_outcome_of_a_command_has_the_traceback_that_it_printed(start: Callable[..., Run], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("def main():\n    raise ValueError('no luck')\n\nmain()\n")
+    outcome = ended(start("sh", "-c", "python $0; echo left; exit 3", tmp_path / "train.py"))
+    assert (outcome.reason, outcome.exit_code, outcome.error_line) == ("exception", 3, "ValueError: no luck")
+    assert outcome.error_place == "train.py:2"
+    assert f'File "{tmp_path}/train.py", line 2, in main' in str(outcome.error)
+
+
+def test_a_command_is_started_by_a_process_that_has_not_imported_torch() -> None:
+    run = launch("local", command=["sh", "-c", "! grep -q libtorch /proc/$PPID/maps"], n=1)
+    assert ended(run).status is ReplicaStatus.SUCCEEDED
+
+
+def test_replicas_whose_launcher_of_torch_trains_alone_get_a_warning(start: Callable[..., Run], tmp_path: Path) -> None:
+    (tmp_path / "torchrun").write_text("#!/bin/sh\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    (tmp_path / "knows.py").write_text("rank = os.environ['REPLICA_RANK']\n")
+    torchrun = tmp_path / "torchrun"
+    commands: list[tuple[list[object], bool]] = [
+        ([torchrun, "train.py"], True),
+        ([torchrun, "train.py", "--out", "out-${rank}"], False),
+        ([torchrun, tmp_path / "knows.py"], False),
+        (["sh", "-c", "true"], False),
+    ]
+    for command, is_alone in commands:
+        run = start(*command, n=2)
+        run.wait(60)
+        outcomes = [each for each in run.outcomes() if each is not None]
+        assert [each.trained_alone for each in outcomes] == [is_alone] * 2, command
 
 
 def test_a_cancel_asks_each_process_of_a_command_once_and_waits_until_all_have_saved(
@@ -295,6 +336,21 @@ def test_torchrun_leaves_the_traceback_of_the_process_that_failed_first(
     (tmp_path / "raises.py").write_text(RAISES)
     outcome = ended(start("torchrun", "--nproc-per-node", "2", tmp_path / "raises.py"))
     assert (outcome.reason, outcome.exit_code, outcome.error_line) == ("exception", 1, "ValueError: no luck")
+
+
+@pytest.mark.parametrize(
+    ("script", "reason", "line"),
+    [
+        ("raise ValueError('no luck')", "exception", "ValueError: no luck"),
+        (KILLED, "no_result", "Its process with RANK 1 was ended by signal 9 (SIGKILL)."),
+    ],
+)
+def test_the_outcome_of_a_script_of_torchrun_has_the_error_without_a_line_of_ours_in_it(
+    script: str, reason: str, line: str, start: Callable[..., Run], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(script)
+    outcome = ended(start("torchrun", "--nproc-per-node", "2", tmp_path / "train.py"))
+    assert (outcome.reason, outcome.exit_code, outcome.error_line) == (reason, 1, line)
 
 
 def test_the_measurements_of_a_run_by_torchrun_have_all_rounds(start: Callable[..., Run], tmp_path: Path) -> None:

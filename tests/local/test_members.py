@@ -61,6 +61,16 @@ def end(folder, how, who):
     finally:
         Path(folder, f"finally-{replica.member}").touch()
 
+def repeat(folder):
+    replica = meet(folder)
+    error = ValueError("no luck")
+    if replica.member:
+        error.of_another_member = True
+        Path(folder, "repeated").touch()
+    while not Path(folder, "repeated").exists():
+        time.sleep(0.01)
+    raise error
+
 def save(folder):
     replica = meet(folder)
     try:
@@ -96,6 +106,11 @@ def ended(run: Run) -> Outcome:
     (outcome,) = run.outcomes()
     assert outcome is not None
     return outcome
+
+
+def test_the_member_that_raised_an_error_is_named_and_none_that_repeats_it(start: Callable[..., Run]) -> None:
+    outcome = ended(start("repeat"))
+    assert (outcome.member, outcome.error_line) == (0, "Member 0 of 2: ValueError: no luck")
 
 
 def wait_for(folder: Path, *names: str) -> None:

@@ -132,12 +132,14 @@ def test_the_sum_that_compares_tensors_on_a_device_sees_each_bit_and_place(
 
 
 def test_an_error_of_the_leader_is_raised_in_all_members(tmp_path: Path) -> None:
-    def body(rank: int, member: int) -> None:
-        DiLoCo(small_model(), inner_steps=10, total_steps=5)
+    def body(rank: int, member: int) -> tuple[str, bool]:
+        with pytest.raises(ValueError, match="total_steps must be at least inner_steps") as raised:
+            DiLoCo(small_model(), inner_steps=10, total_steps=5)
+        return str(raised.value), getattr(raised.value, "of_another_member", False)
 
     found = run_members(tmp_path, [2], body)
-    assert found[0, 0].startswith("ValueError: total_steps must be at least inner_steps")
-    assert found[0, 1] == found[0, 0]
+    assert found[0, 1] == (found[0, 0][0], True)
+    assert found[0, 0][1] is False, "the outcome of the replica names the leader, which has the place of the error"
 
 
 def test_members_that_do_not_open_the_diloco_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

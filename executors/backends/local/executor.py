@@ -42,6 +42,7 @@ from executors.store.records import Record, checked, nullable, number, text
 from executors.store.state_folder import state_path
 from executors.supervisor.supervisor_lock import wake
 from executors.task.arguments import split_rank_env
+from executors.task.command import Command
 from executors.task.entrypoint import check_entrypoint
 from executors.task.launch_request import LaunchRequest
 from executors.task.masked_values import MASK
@@ -130,17 +131,24 @@ class LocalProcessExecutor(Backend):
         """The version of this Python, because replicas are forked from it."""
         return PYTHON
 
-    def warm_up(self) -> None:
-        """Start the process that forks replicas, and do not wait for its imports."""
+    def warm_up(self, entrypoint: str | Callable[..., Any]) -> None:
+        """Start the process that forks replicas, and do not wait for its imports.
+
+        Args:
+            entrypoint: the entrypoint of the launch.
+        """
         if CAN_SUPERVISE and not self.finds_imports:
-            zygote(self.preload).start()
+            self._zygote(entrypoint).start()
 
     def _zygote(self, entrypoint: object, env: Mapping[str, str] | None = None) -> ZygoteClient:
         """Return the zygote that forks the replicas of an entrypoint.
 
         With "auto", a zygote that has imported the user's modules is used only if replicas have this process's
-        environment, because imports may read variables.
+        environment, because imports may read variables. A command is a program of its own, so the worker that starts
+        it needs no module of the preload list.
         """
+        if isinstance(entrypoint, Command):
+            return zygote(())
         noted = noted_imports(entrypoint) if self.finds_imports and isinstance(entrypoint, str) else ()
         found = zygote((*self.preload, *noted))
         return zygote(self.preload) if noted and (env or not found.has_this_environment) else found
