@@ -347,7 +347,7 @@ class GroupDiLoCo(DiLoCo):
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def _close(self, *, in_order: bool) -> None:
+    def _close(self, *, in_order: bool, returns: bool = False) -> None:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True

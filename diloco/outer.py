@@ -34,10 +34,11 @@ from diloco.model_state import ModelState
 from diloco.optimizer_history import OptimizerHistory
 from diloco.outer_optimizer import OptimizerFactory
 from diloco.process_check import find_group, not_the_opener
+from diloco.rendezvous.earlier_call import EarlierCall, earlier_call, note_call
 from diloco.rendezvous.envelope import proof_of
 from diloco.rendezvous.extension import Extension, total_of_start
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import find_location
+from diloco.rendezvous.membership import bye_writer, find_location
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Context, Limits, RoundReport
 from diloco.rendezvous.training_side import TrainingSide
@@ -333,6 +334,8 @@ class DiLoCo:
         self._find_first_total = partial(total_of_start, patient, keys, settings.key)
         self._extension.look(self._find_first_total)
         self._members = context.members
+        self._place = location.store.url, location.run_id, name, me.rank
+        self._context, self._members.earlier = context, earlier_call(self._place)
         self._training_side = TrainingSide(context, workers.scheduler)
         self._round_s, self._closed, kept = 0.0, False, self._attached.kept
         self._extra_addresses = partial(addresses_of, extra := list[tuple[DiLoCo, ExtraTensorsModule]]())
@@ -644,12 +647,14 @@ class DiLoCo:
         """
         self._close(in_order=True)
 
-    def _close(self, *, in_order: bool) -> None:
+    def _close(self, *, in_order: bool, returns: bool = False) -> None:
         """Leave the run. A second call is harmless.
 
         Args:
             in_order: True: wait for the round in flight, and check what was averaged. False: leave at once, after an
                 error.
+            returns: True: the next attempt of this process continues at once, so the others still wait for this
+                replica.
         """
         # A forked process inherits this object. Only the process that opened it may leave the run.
         if self._closed or os.getpid() != self._pid:
@@ -660,16 +665,18 @@ class DiLoCo:
         if in_order and self._training_side.phase.wants_to_stop and not self._is_over:
             self._loop.warn_of_early_close()
         is_open.pop(self._name, None)
+        if returns:
+            self._note_return()
         try:
             with self._link.waiting("round"):
-                self._link.record(self._training_side.leave(in_order=in_order))
+                self._link.record(self._training_side.leave(in_order=in_order, says_bye=not returns))
         finally:
             self._workers.close()
             self._link.record_uncounted(self._training_side.scale.undecided)
         self._link.show(self.rounds, self._round_s)
         if not in_order:
             for other, _ in self._extra:
-                other._close(in_order=False)
+                other._close(in_order=False, returns=returns)
         if in_order:
             phase = self._training_side.phase
             at = self.rounds if self._settings.round_seconds is not None else self._inner_step
@@ -716,10 +723,21 @@ class DiLoCo:
             self.close()
             return
         with contextlib.suppress(ReplicasError):  # the user must see the error of the block, and not one of `close()`
-            self._close(in_order=False)
+            self._close(in_order=False, returns=self._link.may_stay(error))
 
     def _leave_after_error(self) -> None:
-        self._close(in_order=False)
+        self._close(in_order=False, returns=True)
+
+    def _note_return(self) -> None:
+        """Remember the place of this attempt in its phase, and let the replica say goodbye if it is not continued."""
+        context, phase = self._context, self._context.phase
+        if not phase.is_out_of_phase:
+            identities = frozenset({(self._me.attempt, self._me.nonce)})
+            note_call(
+                self._place,
+                EarlierCall(identities, phase.position, phase.steps_now, phase.step_s, context.clock()),
+            )
+        self._link.call_at_dismissal(bye_writer(context.store, context.keys, self._me))
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -272,6 +272,30 @@ class ReplicaLink:
             # The replica calls the last one first.
             self._replica.at_failure += [finish, partial(leave_after_error, self._nonce, leave)]
 
+    def may_stay(self, error: BaseException) -> bool:
+        """Return True if this process stays for the next attempt after an error of the script.
+
+        Args:
+            error: the error.
+
+        Example:
+            link.may_stay(error)
+        """
+        replica = self._replica
+        return replica is not None and replica.may_stay is not None and replica.may_stay(error)
+
+    def call_at_dismissal(self, say_bye: Callable[[], None]) -> None:
+        """Let the replica call a function if this process stays after a failure, but runs no next attempt soon.
+
+        Args:
+            say_bye: tells the other replicas not to wait.
+
+        Example:
+            link.call_at_dismissal(bye_writer(store, keys, me))
+        """
+        if self._replica is not None:
+            self._replica.at_dismissal.append(say_bye)
+
     def note_changed_model(self, mark: float) -> None:
         """Record that the script has changed the model after this DiLoCo was closed.
 

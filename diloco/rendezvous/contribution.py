@@ -83,8 +83,11 @@ class WorkScale:
         With rounds by the clock, it grows with the number of steps.
         """
         weight = self._weight(entry)
-        if self._plan.entry_s is None or callable(self._context.weight):
+        if callable(self._context.weight):
             return weight
+        if self._plan.entry_s is None:
+            is_short, steps = self._phase.is_short[fragment], self._phase.uncounted_steps[fragment]
+            return weight * min(1.0, steps / self._plan.inner_steps) if is_short and steps else weight
         return min(weight * self._phase.uncounted_steps[fragment], MAX_WEIGHT)
 
     def _early_weight(self, entry: int, fragment: int) -> float:

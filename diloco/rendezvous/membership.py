@@ -17,6 +17,7 @@ from time import monotonic, sleep
 from typing import Any, Literal, Self
 
 from diloco.errors import AbortedError, DiLoCoError, FencedError
+from diloco.rendezvous.earlier_call import EarlierCall
 from diloco.rendezvous.envelope import (
     BadRecordError,
     Proof,
@@ -30,10 +31,12 @@ from diloco.rendezvous.envelope import (
 from diloco.rendezvous.frames import Contribution, Seal
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.retrying_store import RetryingStore
+from executors.attempt.outcome import MAX_OUTCOME_BYTES, parse_outcome
 from executors.attempt.signed_record import is_proven, proof_of_record
-from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError
+from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError, StoreError
 from executors.patience import START, retry
 from executors.replica import Replica, current_replica, find_replica, run_key
+from executors.replica.restartable import AWAITED_S
 from executors.store import MemoryStore, Store, store_at
 from executors.store.added_ranks import MAX_ADDED, AddedRanks
 from executors.store.record_names import run_record_key
@@ -48,6 +51,13 @@ MISREAD = 3
 """The number of wrong readings after which a record counts as missing."""
 FENCE_S = 10.0
 """Seconds after which a replica out of phase checks again whether a newer attempt of its rank exists."""
+RETURNS_S = 2 * AWAITED_S
+"""The longest time, in seconds, for which an ended attempt is expected to continue in its process.
+
+The process writes a bye object after `AWAITED_S`. The rest is for its clean-up, or for its death before that.
+"""
+BYE_TRIES = 3
+"""The number of tries to store a bye object. Without it, the other replicas wait for a few seconds longer."""
 DELETED_LOOKS, DELETED_LOOK_S = 3, 10.0
 """A run counts as deleted if objects that a run always has are missing in three looks, ten seconds apart."""
 
@@ -269,6 +279,31 @@ def claim_process(store: RetryingStore, keys: Keys, me: Identity, proof: Proof, 
         )
 
 
+def bye_writer(store: RetryingStore, keys: Keys, me: Identity) -> Callable[[], None]:
+    """Return a function that records that an attempt sends no more work. It holds no model.
+
+    Args:
+        store: the store of the run.
+        keys: the keys of the rendezvous.
+        me: the identity of the attempt.
+
+    Example:
+        replica.at_dismissal.append(bye_writer(store, keys, me))
+    """
+
+    def write() -> None:
+        try:
+            for _ in range(BYE_TRIES):
+                # Without its claim the run was deleted, and a bye object would create its folder again.
+                if not store.exists(keys.claim(me.rank, me.attempt)) or store.write(keys.bye(me.rank, me.attempt), b""):
+                    return
+        except StoreError:
+            return  # the others stop waiting by themselves
+
+    return write
+
+
+# More than 20 methods: each is one question about the replicas of the run, and all answer from the same few objects.
 class Membership:
     """Finds out which replicas are expected in the next round, which of them have left, and which ranks exist.
 
@@ -302,6 +337,11 @@ class Membership:
         self._abort_check_s = abort_check_s
         self._gone: set[tuple[int, int]] = set()
         self._dead: set[tuple[int, int]] = set()
+        self.earlier: EarlierCall | None = None
+        """The failed attempts of this rank in this process, in whose place this attempt continues. None: there are
+        none."""
+        self._staying_from_s: dict[tuple[int, int], float] = {}
+        """By rank and attempt, the time at which an outcome was first seen whose process stays."""
         self.frontier = me.world_size
         """The first rank beyond the first world that is neither claimed nor added, as of the last look."""
         self._added = KnownAddedRanks(store, keys)
@@ -340,8 +380,11 @@ class Membership:
 
     @property
     def names_me(self) -> bool:
-        """True if this process is a named process."""
-        return self.names(self._me.rank, self._me.attempt, self._me.nonce)
+        """True if this process is a named process, or continues in the place of one."""
+        mine = () if self.earlier is None else self.earlier.identities
+        return any(
+            self.names(self._me.rank, attempt, nonce) for attempt, nonce in ((self._me.attempt, self._me.nonce), *mine)
+        )
 
     @property
     def is_first_member(self) -> bool:
@@ -439,7 +482,27 @@ class Membership:
 
     def _has_left(self, rank: int, attempt: int) -> bool:
         outcome, bye = self._keys.outcome(rank, attempt), self._keys.bye(rank, attempt)
-        return self._store.peek(outcome, size=1) is not None or self._store.peek(bye) is not None
+        if self._store.peek(outcome, size=1) is not None and not self._stays(rank, attempt):
+            return True
+        return self._store.peek(bye) is not None
+
+    def _stays(self, rank: int, attempt: int) -> bool:
+        """Return True if the process of an ended attempt stays, and the next attempt begins in it in a moment.
+
+        Without this, the others would decide the open round alone during the milliseconds between two attempts.
+        """
+        since_s = self._staying_from_s.get((rank, attempt))
+        if since_s is None:
+            key = self._keys.outcome(rank, attempt)
+            data = self._store.peek(key, size=MAX_OUTCOME_BYTES)
+            try:
+                # An outcome that cannot be read is an end as any other.
+                if data is None or not parse_outcome(data, key).goes_on:
+                    return False
+            except CorruptObjectError:
+                return False
+            since_s = self._staying_from_s[rank, attempt] = self._clock()
+        return self._clock() - since_s < RETURNS_S
 
     def _is_claimed(self, rank: int, attempt: int) -> bool:
         return self._store.peek(self._keys.claim(rank, attempt), size=0) is not None

@@ -212,6 +212,9 @@ class Phase:
         """For each fragment, True if the uncounted work contains work of an earlier attempt, whose number of steps
         is not known.
         """
+        self.is_short = [False] * plan.n_fragments
+        """For each fragment, True if this replica has begun in the middle of its phase, so that its work has fewer
+        steps than the work of the others."""
         self.phase_s = 0.0
         """Seconds that the steps of one entry take, measured so far. 0: not known yet."""
         self.has_trained = False
@@ -304,6 +307,27 @@ class Phase:
         plan = self._plan
         ahead = 0 if plan.overlap_steps is None else plan.overlap_steps
         return plan.overlaps and self.steps_since >= plan.steps_per_entry - ahead and not plan.is_final(position)
+
+    @property
+    def steps_now(self) -> float:
+        """The steps since the newest entry. By the clock, the time since then, measured in entries."""
+        entry_s = self._plan.entry_s
+        return self.steps_since if entry_s is None else (self._clock() - self._counts_from_s) / entry_s
+
+    @property
+    def step_s(self) -> float:
+        """The seconds of one step of the plan. 0: not known."""
+        entry_s = self._plan.entry_s
+        return self.phase_s / self._plan.steps_per_entry if entry_s is None else entry_s
+
+    def begin_short(self, since: float) -> None:
+        """Begin in the middle of a phase, in the place of an earlier attempt of this process.
+
+        Args:
+            since: the number of steps of the phase that this process does not make.
+        """
+        self.is_short = [True] * len(self.is_short)
+        self.set_steps_since(since)
 
     def count_step(self) -> None:
         """Count an inner step. Call it first when the training thread enters the rendezvous."""

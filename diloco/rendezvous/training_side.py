@@ -111,6 +111,8 @@ class Inline:
         """Do nothing, because no job is running."""
 
 
+# More than 20 methods: each call of the training and each hand-over between the threads has one, and all change the
+# same count and the same result.
 class TrainingSide:
     """Counts the steps of one replica, and exchanges work and results with its round runner.
 
@@ -195,6 +197,7 @@ class TrainingSide:
         self.run_in_round_thread(partial(self.runner.catch_up, has_met=True))
         self.deliver()
         self.phase.set_steps_since(since)
+        self._take_the_place_of_earlier_call()
         may_be_sent = (
             not self.is_out_of_phase and bool(self._context.me.attempt) and not self._plan.is_over(self.position)
         )
@@ -205,12 +208,26 @@ class TrainingSide:
             self.runner.current().pending = self._hold(is_early=True)
         self.phase.start_training_clock()
 
-    def leave(self, *, in_order: bool = True) -> list[RoundReport]:
+    def _take_the_place_of_earlier_call(self) -> None:
+        """Count the steps of an attempt that has failed in this process, unless no other replica waits for this one."""
+        earlier, members = self._members.earlier, self._members
+        if earlier is None or self.is_out_of_phase or self.phase.n_steps or self._plan.is_over(self.position):
+            return
+        if not (members.names_me and self.run_in_round_thread(members.has_live_peer)):
+            return  # nothing is gained, and the steps can be made again
+        plan = self._plan
+        # One step is left, because a contribution needs work.
+        most = 1.0 if plan.entry_s is not None else float(plan.steps_per_entry - 1)
+        since = earlier.steps_at(self.position, self._context.clock(), most)
+        self.phase.begin_short(since if plan.entry_s is not None else float(int(since)))
+
+    def leave(self, *, in_order: bool = True, says_bye: bool = True) -> list[RoundReport]:
         """Merge the last results, and record that this replica sends no more work.
 
         Args:
             in_order: True: wait for the round in flight. A replica out of phase does not wait, and its work may be
                 counted after it has left. False: leave at once.
+            says_bye: False: do not record it, because the next attempt of this process continues at once.
         """
         try:
             if in_order:
@@ -220,7 +237,10 @@ class TrainingSide:
                 self._scheduler.check()  # a job may have failed after the last result
             return reports
         finally:
-            self.say_bye()
+            if says_bye:
+                self.say_bye()
+            else:
+                self._scheduler.leave()
 
     def _finish(self) -> None:
         """Wait for the result of the round in flight."""
@@ -437,11 +457,11 @@ class TrainingSide:
         self._is_awaited = False
         self._training.merge()
         phase, pending = self.phase, self._pending
-        made, is_restored = list(phase.uncounted_steps), list(phase.has_restored_work)
+        made, is_restored, is_short = list(phase.uncounted_steps), list(phase.has_restored_work), list(phase.is_short)
         for each in result.resolved:
             made[each.fragment] = 0 if each.steps is None else made[each.fragment] - each.steps
-            is_restored[each.fragment] = False
-        phase.uncounted_steps, phase.has_restored_work = made, is_restored
+            is_restored[each.fragment] = is_short[each.fragment] = False
+        phase.uncounted_steps, phase.has_restored_work, phase.is_short = made, is_restored, is_short
         if result.n_entries:
             self.position += result.n_entries
             self._pending = None

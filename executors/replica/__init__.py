@@ -168,6 +168,10 @@ class Replica:
     """Functions to call after the entrypoint has returned."""
     at_failure: list[Callable[[], None]] = field(default_factory=list, repr=False)
     """Functions to call after a failure if this process stays for the next attempt."""
+    at_dismissal: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    """Functions to call after that, if the process ends all the same or waits for long."""
+    may_stay: Callable[[BaseException], bool] | None = field(default=None, repr=False)
+    """Returns True if this process stays for the next attempt after an error of the entrypoint. None: it never does."""
     own_models: dict[str, float] = field(default_factory=dict, repr=False)
     """A number for each model that the script changed after `close()`, by the name of its DiLoCo. Equal models have the
     same number."""

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 _HOOKS = "__restart_hooks__"
+AWAITED_S = 5.0
+"""The other replicas wait this long, in seconds, for a process that has failed and stays. A shorter wait than usual
+restarts take would cost a round, and a longer one would hold them up if the delay of the restart policy is long."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ from executors.worker.heartbeat import Heartbeat
 from executors.worker.log_copy import FINAL_BYTES, LogCopy
 from executors.worker.process_group import MemberPlace
 from executors.worker.result import to_json_value
-from executors.worker.same_process import await_decision, clean_up, running_threads
+from executors.worker.same_process import await_decision, clean_up, dismiss, running_threads
 from executors.worker.sigterm import (
     TERMINATED,
     handle_sigterm,
@@ -348,9 +348,12 @@ class _Worker:
         _flush()
         if problem is not None:
             _print(f"replicas: this process ends, and a new one runs the next attempt: {problem}.\n")
+            dismiss(self.replica)
             return None
-        number = await_decision(page, supervisor_pid, self.attempt.number + 1)
+        on_long_wait = functools.partial(dismiss, self.replica)
+        number = await_decision(page, supervisor_pid, self.attempt.number + 1, on_long_wait)
         if number is None:
+            dismiss(self.replica)
             return None
         handle_sigterm_again()
         page.follow_renewal()
@@ -406,6 +409,7 @@ class _Worker:
     def _with_hooks(self, loaded: functools.partial[Any]) -> Callable[[], Any]:
         """Note the hooks of a restartable entrypoint. Return a function that calls it after its first hook."""
         self._hooks = hooks = hooks_of(loaded.func)
+        self.replica.may_stay = None if hooks is None else self._may_go_on
         if hooks is None or hooks.initialize is None:
             return loaded
         initialize, replica = hooks.initialize, self.replica

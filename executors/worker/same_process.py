@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 from executors.process import kill_descendants
 from executors.replica import Replica
-from executors.replica.restartable import RestartHooks
+from executors.replica.restartable import AWAITED_S, RestartHooks
 from executors.replica.shared_page import SharedPage
 from executors.worker.failure import all_of
 
@@ -65,13 +67,27 @@ def clean_up(replica: Replica, hooks: RestartHooks, error: BaseException, before
     return None
 
 
-def await_decision(page: SharedPage, supervisor_pid: int, number: int) -> int | None:
+def dismiss(replica: Replica) -> None:
+    """Tell the other replicas that this process does not run the next attempt, or not soon.
+
+    Args:
+        replica: the replica of the failed attempt.
+    """
+    while replica.at_dismissal:
+        with contextlib.suppress(Exception):  # the others stop waiting by themselves
+            replica.at_dismissal.pop()()
+
+
+def await_decision(
+    page: SharedPage, supervisor_pid: int, number: int, on_long_wait: Callable[[], None] = lambda: None
+) -> int | None:
     """Wait until the supervisor has decided about the next attempt.
 
     Args:
         page: the page that this process shares with its supervisor.
         supervisor_pid: the supervisor.
         number: the number of the next attempt, if no other process claims it.
+        on_long_wait: called once if the wait is longer than other replicas should wait for this one.
 
     Returns: the number of the attempt that this process must run. None: it must end.
     """
@@ -80,10 +96,13 @@ def await_decision(page: SharedPage, supervisor_pid: int, number: int) -> int | 
     page.waits_for = number
     with contextlib.suppress(ProcessLookupError):
         os.kill(supervisor_pid, signal.SIGUSR1)
-    pause_s = FIRST_PAUSE_S
+    pause_s, long_at = FIRST_PAUSE_S, time.monotonic() + AWAITED_S
     while not page.go_on:
         if os.getppid() != supervisor_pid:
             return None
+        if time.monotonic() > long_at:
+            long_at = math.inf
+            on_long_wait()
         time.sleep(pause_s)
         pause_s = min(1.2 * pause_s, LONGEST_PAUSE_S)
     return int(page.go_on) if page.go_on > 0 else None

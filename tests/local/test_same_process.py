@@ -16,6 +16,7 @@ from support.again_tasks import (
     fail_unfit,
     hang_when_told,
     train_again,
+    train_while_the_other_waits,
 )
 from support.processes import is_alive
 
@@ -189,3 +190,32 @@ def test_a_diloco_goes_on_in_the_same_process_and_misses_at_most_the_rounds_of_t
     assert steady["anchor"] == failed["anchor"]
     missed = [number for number, ranks in steady["reports"] if ranks != [0, 1]]
     assert len(missed) <= len(fails_at)
+
+
+@pytest.mark.parametrize("in_block", [False, True], ids=["open", "in a block"])
+@pytest.mark.parametrize(
+    "options", [{}, {"min_quorum": 2}, {"min_quorum": 2, **OVERLAPPED}], ids=["plain", "quorum", "overlapped"]
+)
+def test_no_round_misses_a_replica_that_failed_and_continues_in_its_process(
+    local: LocalProcessExecutor, options: dict[str, Any], *, in_block: bool
+) -> None:
+    args = {"total_steps": 32, "fails_at": [14, 22], "options": options, "in_block": in_block}
+    run = over(launch(local, train_while_the_other_waits, 2, args=args, restarts=f"5,{QUICK}", timeout=120))
+    steady, failed = run.results()
+    assert [end.how for end in ends(run, 1)] == [None, "process", "process"], "".join(run.logs(attempt="all"))
+    assert {end.pid for end in ends(run, 1)} == {failed["pid"]}
+    assert steady["anchor"] == failed["anchor"]
+    assert [number for number, ranks in steady["reports"] if ranks != [0, 1]] == []
+    assert failed["begins_at"] in (22, 23), "the steps that the other one has made are not made again"
+
+
+def test_a_replica_that_is_not_called_again_says_goodbye_so_that_no_other_one_waits(
+    local: LocalProcessExecutor,
+) -> None:
+    args = {"total_steps": 32, "fails_at": [14, 15], "options": {"min_quorum": 2}}
+    run = over(launch(local, train_while_the_other_waits, 2, args=args, restarts=f"1,{QUICK}", timeout=120))
+    assert told(run, 1) == ["exception", "exception"], "".join(run.logs(attempt="all"))
+    store, folder = view_of(run).store, f"{run.run_id}/diloco/main/bye/"
+    assert f"{folder}1/1" in {entry.key for entry in store.list(folder)}
+    assert f"{folder}1/0" not in {entry.key for entry in store.list(folder)}, "attempt 1 continued in its place"
+    assert told(run, 0) == ["succeeded"]

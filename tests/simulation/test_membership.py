@@ -13,17 +13,21 @@ from typing import Any
 import pytest
 from support.patience import ENDLESS
 
+from diloco.rendezvous.contribution import WorkScale
+from diloco.rendezvous.earlier_call import EarlierCall
 from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.frames import READ_TRIES, Contribution, Seal, SealedReplica, hash_order
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import Identity, Membership, claim
+from diloco.rendezvous.membership import RETURNS_S, Identity, Membership, claim
 from diloco.rendezvous.phase import Phase, RoundPlan
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Context, EntryState, Limits, PendingWork
 from diloco.rendezvous.round_runner import RoundRunner
 from diloco.rendezvous.seal import Sealer, SealLog
 from diloco.rendezvous.training_side import Inline, TrainingSide
+from executors.attempt.outcome import encode_outcome
 from executors.errors import RunNotFoundError
+from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Data, MemoryStore, Store
 from executors.store.faulty import FaultyStore
 from simulation.integer_state import BLOCK_ELEMENTS, IntegerState
@@ -133,6 +137,68 @@ def test_an_attempt_that_is_not_older_than_the_named_one_shows_that_a_rank_is_go
     assert members.is_gone(1), "a newer one has ended, and the named one is behind it"
 
 
+def outcome(*, goes_on: bool) -> bytes:
+    return encode_outcome(Outcome(rank=1, attempt=0, status=ReplicaStatus.FAILED, reason="exception", goes_on=goes_on))
+
+
+def test_a_rank_whose_process_stays_for_the_next_attempt_is_waited_for_until_it_says_goodbye() -> None:
+    store = MemoryStore()
+    store.put(KEYS.claim(1, 0), b"{}")
+    store.put(KEYS.outcome(1, 0), outcome(goes_on=True))
+    members = membership(store)
+    assert (members.is_gone(1), members.has_live_peer()) == (False, True)
+    store.put(KEYS.bye(1, 0), b"")
+    assert (members.is_gone(1), members.has_live_peer()) == (True, False)
+
+
+def test_a_process_that_stays_and_vanishes_is_waited_for_only_for_a_moment() -> None:
+    store, now = MemoryStore(), [100.0]
+    store.put(KEYS.claim(1, 0), b"{}")
+    store.put(KEYS.outcome(1, 0), outcome(goes_on=True))
+    members = Membership(retrying_store(store), KEYS, Identity(0, 2, 0, "me"), lambda: now[0])
+    assert not members.is_gone(1)
+    now[0] += RETURNS_S
+    assert members.is_gone(1)
+
+
+@pytest.mark.parametrize("data", [outcome(goes_on=False), b"{}", b"\xff", outcome(goes_on=True)[:40]])
+def test_any_other_outcome_and_one_that_cannot_be_read_end_a_rank(data: bytes) -> None:
+    store = MemoryStore()
+    store.put(KEYS.claim(1, 0), b"{}")
+    store.put(KEYS.outcome(1, 0), data)
+    assert membership(store).is_gone(1)
+
+
+def test_an_attempt_in_the_place_of_a_named_one_of_its_process_is_in_phase_and_any_other_is_not() -> None:
+    store = MemoryStore()
+    store.put(KEYS.claim(0, 0), b"{}")
+    members = membership(store, Identity(1, 2, 1, "new"))
+    members.seal = sealed_by((0, 0), (1, 0))
+    assert members.is_behind()
+    members.earlier = EarlierCall(frozenset({(0, "nonce0")}), 1, 2.0, 0.1, 0.0)
+    assert not members.is_behind()
+    members.earlier = EarlierCall(frozenset({(0, "another copy")}), 1, 2.0, 0.1, 0.0)
+    assert members.is_behind()
+
+
+def test_the_steps_of_a_failed_attempt_and_of_the_time_since_count_up_to_the_last_step_of_the_phase() -> None:
+    earlier = EarlierCall(frozenset(), position=3, steps_since=2.0, step_s=0.5, left_s=10.0)
+    assert earlier.steps_at(3, 10.0, most=9) == 2
+    assert earlier.steps_at(3, 11.0, most=9) == 4
+    assert earlier.steps_at(3, 1000.0, most=9) == 9
+    assert earlier.steps_at(4, 11.0, most=9) == 2, "the round of the failed attempt was decided meanwhile"
+    assert replace(earlier, step_s=0.0).steps_at(3, 1000.0, most=9) == 2, "no step was measured"
+
+
+def test_work_of_a_part_of_a_phase_weighs_as_much_as_its_steps() -> None:
+    here = context(Identity(0, 2, 1, "me"), [0.0], plan=RoundPlan(steps_per_entry=4))
+    here.phase.begin_short(1)
+    stepped(here.phase, 3)
+    assert WorkScale(here).weigh(0, is_early=False).weight == 0.75
+    here.phase.is_short = [False]
+    assert WorkScale(here).weigh(0, is_early=False).weight == 1.0
+
+
 def test_when_all_are_gone_their_newest_attempts_are_expected_that_have_not_left() -> None:
     store = MemoryStore()
     members = membership(store)
@@ -222,10 +288,10 @@ def test_a_last_round_does_not_overlap_with_training() -> None:
 # -- the grace ---------------------------------------------------------------------------------------------------------
 
 
-def context(me: Identity, now: list[float], store: Store | None = None) -> Context:
+def context(me: Identity, now: list[float], store: Store | None = None, plan: RoundPlan | None = None) -> Context:
     return Context(
         store=retrying_store(store or MemoryStore()), keys=KEYS, me=me, training=IntegerState(1, 0, 0),
-        plan=RoundPlan(), wait=lambda seconds, prefixes: None, clock=lambda: now[0], proof=UNSIGNED,
+        plan=plan or RoundPlan(), wait=lambda seconds, prefixes: None, clock=lambda: now[0], proof=UNSIGNED,
     )  # fmt: skip
 
 

@@ -7,10 +7,12 @@ import os
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from executors import Replica, current_replica, restartable
+from executors.store.records import exists
 from executors.testing import eventually
 from support.restart_tasks import end_by
 
@@ -147,6 +149,47 @@ def fail_three_times() -> int:
     if current_replica().attempt < 3:
         raise ValueError(f"boom at {os.urandom(4).hex()!r} {current_replica().attempt}")
     return os.getpid()
+
+
+@restartable()
+def train_while_the_other_waits(
+    total_steps: int, fails_at: list[int], options: dict[str, Any], *, in_block: bool = False
+) -> dict[str, Any]:
+    """Train with the other replica. Rank 1 fails in each attempt but the last, while rank 0 waits in the round.
+
+    Args:
+        total_steps: the steps of the run.
+        fails_at: by attempt, the step of the run at which rank 1 fails.
+        options: more arguments of `DiLoCo`.
+        in_block: True: the DiLoCo is opened in a `with` block.
+    """
+    import contextlib
+
+    import torch
+
+    from diloco import DiLoCo
+
+    me = current_replica()
+    torch.manual_seed(me.rank)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    diloco = DiLoCo(model, inner_steps=4, total_steps=total_steps, **options)
+    diloco.attach_state("optimizer", optimizer)
+    begins_at, reports = diloco.inner_step, []
+    with diloco if in_block else contextlib.nullcontext():
+        for _ in diloco.steps():
+            if me.rank == 1 and me.attempt < len(fails_at) and diloco.inner_step == fails_at[me.attempt]:
+                sent = f"{me.run_id}/diloco/main/r{diloco.rounds}/contribution/0"
+                eventually(partial(exists, me.store, sent), "rank 0 has sent its work, and waits")
+                raise ValueError(f"boom at {diloco.inner_step}")
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if (report := diloco.step()) is not None:
+                reports.append([report.round, list(report.ranks)])
+    diloco.close()
+    anchor = {name: float(value.sum()).hex() for name, value in diloco.anchor().items()}
+    return {"pid": os.getpid(), "reports": reports, "anchor": anchor, "begins_at": begins_at}
 
 
 @restartable()
