@@ -231,11 +231,23 @@ class MemberEnd:
     """The end of one process of a replica that has several."""
 
     pid: int
+    """The number of the process at its machine."""
     exit_code: int | None = None
     """The exit status; minus the signal's number when a signal ended the process."""
     signal: str | None = None
+    """The signal that ended the process, as in "SIGKILL". None: no signal did."""
     error: str | None = None
     """The line that begins its exception, if it recorded one."""
+
+    def describe(self) -> str:
+        """Return the end in a line: `pid 4711, exit code 1: ValueError: no luck`.
+
+        Example:
+            MemberEnd(4711, -9, "SIGKILL").describe()  # "pid 4711, ended by SIGKILL"
+        """
+        end = "its end is not known" if self.exit_code is None else f"exit code {self.exit_code}"
+        end = end if self.signal is None else f"ended by {self.signal}"
+        return ": ".join(filter(None, (f"pid {self.pid}, {end}", self.error)))
 
 
 @dataclass(frozen=True)
@@ -336,6 +348,20 @@ class Outcome:
     def headline(self) -> str:
         """The error in one line."""
         return self.error_line or (self.error or "").strip().rpartition("\n")[2]
+
+    def describe_members(self) -> list[str]:
+        """Return a line about the end of each process of a failed replica that has several. Empty: it has not failed.
+
+        Example:
+            for line in run.outcomes()[0].describe_members():
+                print(line)  # "member 1 of 2 failed first: pid 4711, exit code 1: ValueError: no luck"
+        """
+        if self.status is not ReplicaStatus.FAILED:
+            return []
+        return [
+            f"member {number} of {len(self.members)}{' failed first' * (number == self.member)}: {end.describe()}"
+            for number, end in enumerate(self.members)
+        ]
 
     def to_row(self) -> OutcomeRow:
         """Return the dictionary that `collect` reports for this replica.

@@ -43,6 +43,7 @@ MAX_COLUMNS = 50  # in a notebook
 SAME_MODEL = 2e-3
 """Changed models whose numbers differ by less are one model: processors round a little differently."""
 MAX_WARNING = 200  # of a warning on one line, in characters
+MAX_MEMBERS = 16  # processes of failed replicas that a notebook lists
 MAX_DECIDED, MAX_LINE = 8, 1000  # number of decisions that are shown together, and characters of each
 HEADINGS = {"round_s": "in rounds", STEPS_PER_S: "steps/s", "note": ""}
 
@@ -168,6 +169,21 @@ class InstallationDocument(TypedDict):
     """The number of bytes to download. Null: not known."""
 
 
+class MemberDocument(TypedDict):
+    """The end of one process of a replica that has several, as plain JSON."""
+
+    member: int
+    """The number of the process, from 0."""
+    pid: int
+    """The number of the process at its machine."""
+    exit_code: int | None
+    """The exit status; minus the signal's number if a signal ended it. Null: not known."""
+    signal: str | None
+    """The name of the signal that ended it. Null: no signal did."""
+    error: str | None
+    """The line that begins its exception. Null: it recorded none."""
+
+
 class ReplicaDocument(RestartDocument):
     """The state of one replica as plain JSON."""
 
@@ -199,6 +215,10 @@ class ReplicaDocument(RestartDocument):
     """The number of warnings of this attempt."""
     unproven: bool
     """True: the run is signed, and its key does not prove the outcome."""
+    member: int | None
+    """The process that failed first, of a replica that has several. Null: the replica has one, or has not failed."""
+    members: Sequence[MemberDocument]
+    """The ends of the processes of a replica that has several. Empty: it has one, or has not ended."""
 
 
 class WarningDocument(TypedDict):
@@ -417,8 +437,25 @@ class ReplicaState:
             "exit_code": None if outcome is None else outcome.exit_code,
             "n_warnings": 0 if self.warned is None else self.warned.count,
             "unproven": outcome is not None and outcome.unproven,
+            "member": None if outcome is None else outcome.member,
+            "members": [] if outcome is None else members_document(outcome),
             **self.restart.to_json(),
         }
+
+
+def members_document(outcome: Outcome) -> list[MemberDocument]:
+    """Return the ends of the processes of a replica that has several, as plain JSON.
+
+    Args:
+        outcome: the outcome of the replica.
+
+    Example:
+        members_document(run.outcomes()[0])
+    """
+    return [
+        {"member": n, "pid": end.pid, "exit_code": end.exit_code, "signal": end.signal, "error": end.error}
+        for n, end in enumerate(outcome.members)
+    ]
 
 
 def alone_warning(outcomes: Sequence[Outcome]) -> str | None:
@@ -811,6 +848,10 @@ class RunStatus:
         told = [*self.doubts, *(each.line for each in self.decided[-MAX_DECIDED:])]
         if found := self.warnings:
             told.append(describe_warnings(found, self.n_warnings, self.run_id))
+        failed = [(row.rank, line) for row in self.replicas if row.outcome for line in row.outcome.describe_members()]
+        told += [f"rank {rank}, {line}" for rank, line in failed[:MAX_MEMBERS]]
+        if len(failed) > MAX_MEMBERS:
+            told.append(f"… and {len(failed) - MAX_MEMBERS} more processes of failed replicas")
         lines = "".join(f"<p>{_escape(line)}</p>" for line in told)
         return f"<p>{title}</p>{lines}{between}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 

@@ -117,6 +117,8 @@ class StatusReplica(ReplicaDocument):
     """The time between its failed attempts and the next ones, in seconds."""
     page: str | None
     """The address of its job at its service. Null: there is none."""
+    procs: int | None
+    """The number of its processes. Null: they are counted where it starts, and their number is not known yet."""
 
 
 class PlanLink(TypedDict):

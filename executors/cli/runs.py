@@ -73,6 +73,7 @@ SILENT_S = 60.0  # seconds; a spare writes a heartbeat every 10 s, so a much old
 SLOW = 1.5  # rounds that take this many times the plan are shown in yellow
 BEING_REMOVED = "being removed"
 CHECK = "Print only the ranks that may hang, wait for a restart or were given up. Exit code 1 if there are any."
+VERBOSE = "Also name the job of each rank at its service, and the processes of replicas that have several."
 LAST = "Show the N newest runs. 0 shows all."
 
 
@@ -172,7 +173,7 @@ def status(
     backend: ExecutorOption = None,
     option: BackendOptions = None,
     columns: ColumnsOption = None,
-    verbose: Annotated[bool, Option("--verbose", "-v", help="Also name the job of each rank at its service.")] = False,
+    verbose: Annotated[bool, Option("--verbose", "-v", help=VERBOSE)] = False,
     check: Annotated[bool, Option("--check", help=CHECK)] = False,
     as_json: JsonOption = False,
 ) -> int:
@@ -184,6 +185,7 @@ def status(
     from executors.run.run import view_of
     from executors.view.progress import bars
     from executors.view.report.uptime import uptime_document, wants_attention
+    from executors.view.run_view import known_members
 
     output = Output(as_json)
     try:
@@ -230,7 +232,12 @@ def status(
         up = uptime_document(now, record.created_at, view.newest_attempt)
         state = now.to_json()
         rows: list[StatusReplica] = [
-            {**row, **more, "page": page_of_job(handles.get(row["rank"]))}
+            {
+                **row,
+                **more,
+                "page": page_of_job(handles.get(row["rank"])),
+                "procs": known_members(view, row["rank"]),
+            }
             for row, more in zip(state["replicas"], up["replicas"], strict=True)
         ]
         document: RunStatusDocument = {
@@ -274,6 +281,13 @@ def status(
     for replica in now.replicas:
         if (job := name_of_job(handles.get(replica.rank))) is not None:
             output.print(f"rank {replica.rank}: {one_line(job)}", "dim")
+        if verbose:
+            n, outcome = known_members(view, replica.rank), replica.outcome
+            if n != 1:
+                count = "its processes are counted where it starts" if n is None else f"{n} processes"
+                output.print(f"rank {replica.rank}: {count}", "dim")
+            for line in () if outcome is None else outcome.describe_members():
+                output.print(f"  {one_line(line)}", "dim")
     summary.print_failures(output)
     return 0
 

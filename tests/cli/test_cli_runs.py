@@ -479,3 +479,35 @@ def test_rm_deletes_runs_and_refuses_one_that_still_runs(
     assert not (state_home / "replicas" / "first").exists()
     assert here.replicas("rm", "busy").code == 0
     assert here.replicas("ls", "--json").json["runs"] == []
+
+
+FAILS = """
+import os, time
+from executors import current_replica
+
+def fail():
+    if current_replica().member == 1:
+        raise ValueError("no luck")
+    time.sleep(60)
+"""
+
+
+def test_the_processes_of_a_failed_replica_are_in_status_and_on_the_page_and_the_first_that_failed_is_named(
+    here: HereInstead, local: LocalProcessExecutor
+) -> None:
+    (here.folder.path / "fails.py").write_text(FAILS)
+    run = launch(local, "fails:fail", 1, run_id="mine", procs=2)
+    assert run.wait(60)
+    (outcome,) = run.outcomes()
+    assert outcome is not None
+    ends = [
+        f"member 0 of 2: pid {outcome.members[0].pid}, exit code 143",
+        f"member 1 of 2 failed first: pid {outcome.members[1].pid}, exit code 1: ValueError: no luck",
+    ]
+    lines = here.replicas("status", "mine", "-v").stdout.splitlines()
+    assert lines[lines.index("rank 0: 2 processes") :][1:3] == [f"  {end}" for end in ends]
+    (row,) = here.replicas("status", "mine", "--json").json["replicas"]
+    assert (row["procs"], row["member"]) == (2, 1)
+    assert [(each["exit_code"], each["error"]) for each in row["members"]] == [(143, None), (1, "ValueError: no luck")]
+    assert here.replicas("report", "mine", "--json").json["failures"][0]["members"] == ends
+    assert all(end in run._repr_html_() for end in ends)

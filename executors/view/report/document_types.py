@@ -311,6 +311,8 @@ class Failure(TypedDict):
     """The traceback."""
     output: str
     """The end of the output."""
+    members: Sequence[str]
+    """A line about the end of each process, if a replica has several."""
 
 
 class Sentence(TypedDict):

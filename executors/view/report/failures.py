@@ -13,6 +13,8 @@ from executors.view.report.text import last_lines, one_line
 
 # Removed from a headline, because the sentence begins with the ranks.
 SUBJECT = re.compile(r"^Replica \d+( of \d+)?( \(attempt \d+\))? ")
+# The same of a process of a replica that has several. Its number stays.
+SUBJECT_OF_MEMBER = re.compile(r"^(Member \d+ of \d+): Replica \d+( of \d+)?( \(attempt \d+\))? ")
 MAX_GROUPS = 12
 MAX_WORDS = 500
 MAX_OUTPUT_LINES, MAX_STACK_LINES = 60, 80
@@ -20,7 +22,7 @@ MAX_OUTPUT_LINES, MAX_STACK_LINES = 60, 80
 
 def failure_text(outcome: Outcome) -> str:
     """Return the error of an outcome in one line, without its rank, so that equal failures have equal texts."""
-    return one_line(SUBJECT.sub("", headline(outcome, [], 0)))
+    return one_line(SUBJECT_OF_MEMBER.sub(r"\1 ", SUBJECT.sub("", headline(outcome, [], 0))))
 
 
 def group_failures(outcomes: Iterable[Outcome]) -> list[list[Outcome]]:
@@ -62,6 +64,7 @@ def failures_document(outcomes: Iterable[Outcome], newest: Mapping[int, int], n:
             "frames": last_lines("\n".join(last_frames(group[0])), 20),
             "stack": last_lines(group[0].error or "", MAX_STACK_LINES) if group[0].error_line is not None else "",
             "output": last_lines(group[0].output_tail, MAX_OUTPUT_LINES),
+            "members": [one_line(line, MAX_WORDS) for line in group[0].describe_members()],
         }
         for group, is_resumed in groups[:MAX_GROUPS]
     ]
