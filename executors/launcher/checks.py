@@ -294,7 +294,8 @@ def check_faults(placements: Placements, request: LaunchRequest) -> Sequence[str
             f"Backend {placements.backend_name!r} takes no chaos: faults are injected into local replicas only. "
             "Try it with --backend local."
         )
-    return chaos.check_chaos(asked.chaos, asked.n)
+    procs = asked.procs or "1"
+    return chaos.check_chaos(asked.chaos, asked.n, int(procs) if procs.isdecimal() else gpus_asked(asked.gpu))
 
 
 def check_named(request: LaunchRequest) -> None:

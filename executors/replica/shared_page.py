@@ -31,8 +31,8 @@ OTHERS = "others"
     ENDING_AT, NOTICE, STEP, ROUND, MAIN_THREAD, STACKS_FILE, N_STACKS, WRITTEN, HANG_RAISED_AT, CLAIMED,
     N_DECISIONS, BEATEN, LEFT_AT, LEFT_WITH, HAS_RESULT, STORE_FAILED,
     OPENED_AT, FINISHED_AFTER, BEAT_THREAD, HEARTBEAT_THREAD, RAISED_AT, SPEAKER, BEGAN,
-    WAITS_FOR, GO_ON,
-) = range(37)  # fmt: skip
+    WAITS_FOR, GO_ON, STRIKE,
+) = range(38)  # fmt: skip
 OF_PROCESS = (MAIN_THREAD, STACKS_FILE, BEAT_THREAD)
 """The slots that stay when the process of the page runs its next attempt."""
 # For each section: a name of 48 bytes, its longest interval, the number of intervals, its longest idle stretch.
@@ -130,6 +130,9 @@ class SharedPage:
     go_on = _Number(GO_ON)
     """The supervisor's answer: the number of the attempt that the process must run, -1 to end it, or 0 before the
     answer."""
+    strike = _Number(STRIKE)
+    """In the page of member 0: one more than the number of the injected fault that another member must trigger now, or
+    0. That member sets it to 0 when it begins."""
 
     def __init__(self, after: SharedPage | None = None) -> None:
         self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)  # shared with forked children

@@ -168,6 +168,8 @@ class RunningAttempt:
     """How it was started, if the process of the attempt before runs it. None: `how_started` tells."""
     is_failing: bool = False
     """Whether a member has ended badly, so that the others end."""
+    accused: Member | None = None
+    """The member that was found to hang, after the supervisor has killed all of them. None: none was."""
     members: list[Member] = field(init=False)
     """All processes of the attempt; most replicas have one."""
 
@@ -331,7 +333,8 @@ class RunningAttempt:
             if report is None:
                 continue
             if report.is_kill:
-                killed = killed or report
+                if killed is None:
+                    killed, self.accused = report, member
                 continue
             with contextlib.suppress(OSError):
                 ranks.write_log(self.asked, report.stacks or report.sentence)

@@ -576,8 +576,10 @@ class Supervisor:
         if end is not None:
             self._outcomes.add_outcome(attempt, replace(end, **ends))
             return
-        blamed = running.members[0] if cause is None else cause
+        blamed = running.accused or cause or running.members[0]
         reason, error = self._classifier.explain(running, running.exit_code, blamed)
+        if running.accused is not None:
+            ends["member"] = running.accused.number
         if running.ending is None and cause is not None:
             error, ends["member"] = f"Member {cause.number} of {len(running.members)}: {error}", cause.number
         self._print_reason(running, reason, error)

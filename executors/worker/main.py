@@ -222,10 +222,14 @@ class _Worker:
         self._place = place = assignment.member
         self._leads = place is None or place.is_leader
         store = retry(lambda: store_at(spec.store_url), START)
-        if spec.settings.chaos and self._leads:
-            from executors.worker.chaos import inject_faults
+        if chaos := spec.settings.chaos:
+            from executors.worker.chaos import await_strikes, inject_faults
 
-            store = inject_faults(store, spec.settings.chaos, rank, spec.attempt)
+            if place is None or place.is_leader:
+                procs = 1 if place is None else place.of
+                store = inject_faults(store, chaos, rank, spec.attempt, assignment.page, procs)
+            else:
+                await_strikes(chaos, rank, spec.attempt, place.number, place.leader_page)
         began = time.monotonic()
         n_decisions = 0 if assignment.page is None else int(assignment.page.n_decisions)
         hold_key(store.url, spec.run_id, spec.key)

@@ -71,6 +71,14 @@ def repeat(folder):
         time.sleep(0.01)
     raise error
 
+def mark(folder):
+    replica = meet(folder)
+    for step in range(3000):
+        replica.report(step=step)
+        time.sleep(0.02)
+        if step == 10 and replica.member == 0:  # as DiLoCo sends work
+            replica.store.put_if_absent(f"{replica.run_id}/diloco/main/r0/contribution/0", b"x")
+
 def save(folder):
     replica = meet(folder)
     try:
@@ -211,3 +219,34 @@ def test_procs_by_gpu_needs_a_gpu(start: Callable[..., Run], monkeypatch: pytest
 def test_a_backend_without_a_supervisor_refuses_several_processes() -> None:
     with pytest.raises(ValueError, match=r"Backend 'inline' starts one process in each replica: got procs='2'"):
         launch("inline", "os:getcwd", 1, procs=2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "exit_code", "says"),
+    [
+        ("kill", "signal", -9, "was ended by signal 9 (SIGKILL)."),
+        ("exit:code=75", "no_result", 75, "ended by itself with exit code 75"),
+        ("raise", "exception", 1, "RuntimeError: chaos: member 1 of rank 0 raises after contribution 1"),
+    ],
+)
+def test_chaos_hits_the_process_that_it_names(
+    start: Callable[..., Run], fault: str, reason: str, exit_code: int, says: str
+) -> None:
+    kind, _, more = fault.partition(":")
+    spec = ",".join(filter(None, (f"{kind}:rank=0,when=after,member=1", more)))
+    outcome = ended(start("mark", chaos=[spec]))
+    assert (outcome.reason, outcome.member, outcome.exit_code) == (reason, 1, exit_code)
+    assert says in str(outcome.error)
+    assert "[1] chaos: member 1 of rank 0 " in outcome.output_tail
+
+
+@pytest.mark.parametrize("how", ["lock", "gil"])
+def test_chaos_makes_the_process_hang_that_it_names(start: Callable[..., Run], how: str) -> None:
+    spec = f"hang:rank=0,when=after,member=1,how={how}"
+    outcome = ended(start("mark", chaos=[spec], hang_timeout="1:2"))
+    assert (outcome.reason, outcome.member) == ("hang", 1)
+
+
+def test_chaos_for_a_process_that_no_replica_has_is_refused(start: Callable[..., Run]) -> None:
+    with pytest.raises(ValueError, match=r"each replica has the processes 0 to 1, got member=2\."):
+        start("look", chaos=["kill:rank=0,member=2"])
