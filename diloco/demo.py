@@ -16,10 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from xxhash import xxh3_128
+from executors.errors import raise_missing_package
+
+try:
+    import torch
+    from torch import Tensor, nn
+    from torch.nn import functional
+    from xxhash import xxh3_128
+except ImportError as error:  # the demo is the first command of many users, who may have installed no extra
+    raise_missing_package("The demo", error, "diloco")
 
 from diloco.outer import DiLoCo
 from diloco.rendezvous.round import RoundReport

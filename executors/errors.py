@@ -33,7 +33,7 @@ Bad values of arguments (`n=0`) raise `ValueError`, wrong types `TypeError`, as 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 if TYPE_CHECKING:
     from executors.protocol import Outcome
@@ -150,6 +150,38 @@ def packages_of(extra: str) -> list[str]:
         and each.marker.evaluate({"extra": extra})
         and not each.marker.evaluate({"extra": ""})
     ]
+
+
+def raise_missing_package(needed_by: str, error: ImportError, extra: str) -> NoReturn:
+    """Raise the error for an import that fails because a package of one of our extras is not installed.
+
+    Args:
+        needed_by: the thing that needs the package, as the beginning of a sentence, such as `The demo`.
+        error: the error of the import.
+        extra: our extra that brings the package, such as `diloco`.
+
+    Raises:
+        MissingDependencyError: a package of the extra is missing. The message has the command that installs the extra.
+        ImportError: `error` itself, if another module is missing, because that command would not help.
+
+    Example:
+        try:
+            import torch
+        except ImportError as error:
+            raise_missing_package("The demo", error, "diloco")
+    """
+    missing = (error.name or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or missing not in map(_package_name, packages_of(extra)):
+        raise error
+    raise MissingDependencyError(
+        f"{needed_by} needs the package {missing!r}. Install all that it needs with: {install_command(extra)}"
+    ) from error
+
+
+def _package_name(requirement: str) -> str:
+    from packaging.requirements import Requirement
+
+    return Requirement(requirement).name
 
 
 class LaunchError(BackendError):

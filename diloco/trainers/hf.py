@@ -20,15 +20,19 @@ import signal
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from executors.errors import kind_of, raise_missing_package
+
+try:
+    from torch.utils.data import IterableDataset
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise_missing_package("diloco.trainers.hf", error, "hf-trainer")
 
 from diloco.duplicate_work import ADVICE
 from diloco.errors import DuplicateWorkError
 from diloco.tensor_names import is_dtensor
 from diloco.trainers.data_position import DataPosition
 from diloco.trainers.trainer_link import TrainerLink, check_options, extended_total
-from executors.errors import kind_of
 from executors.replica import Replica, current_replica, find_replica
 
 A = TypeVar("A", bound=TrainingArguments)

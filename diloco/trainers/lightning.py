@@ -16,10 +16,15 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
-from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from executors.errors import raise_missing_package
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+    from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+except ImportError as error:
+    raise_missing_package("diloco.trainers.lightning", error, "lightning")
 
 from diloco.trainers.data_position import DataPosition
 from diloco.trainers.trainer_link import TrainerLink, check_options, extended_total

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from executors.backends.local.preload import import_named, measure_imports
 from executors.backends.local.rank import become_supervisor
 from executors.backends.local.request import LocalLaunch, adopt, receive_json, send_json
-from executors.errors import EntrypointArgumentsError, EntrypointError
+from executors.errors import EntrypointArgumentsError, EntrypointError, MissingDependencyError
 from executors.module_search import reserve_names
 from executors.process import die_with_parent, fork, open_process, private_file, threads_lost_by_a_fork, wakeup_pipe
 from executors.replica import leave_process_group
@@ -234,6 +234,9 @@ def _be_check(request: dict[str, Any], reply: int) -> NoReturn:
         answer = {"kind": "arguments", "error": str(error)}
     except EntrypointError as error:
         answer = {"kind": "import", "error": str(error)}
+    except MissingDependencyError as error:
+        # The message has the command that helps. A traceback of our own import would hide it.
+        answer = {"kind": "import", "error": f"{name} cannot be loaded. {error}"}
     except SystemExit as left:
         sys.stderr.flush()
         printed_error = last_error(os.pread(printed, MAX_PRINTED, 0).decode(errors="replace"))
