@@ -16,7 +16,7 @@ from executors.errors import NO_DIRECTORY, EntrypointError, ReplicasError, Store
 from executors.registry.placements import Placements
 from executors.replica import CONTRACT, FOR_THE_WORKER, OF_MEMBERS, PROCESS_GROUP
 from executors.settings.policy import NO_RESTARTS, ONLY_PREEMPTED
-from executors.settings.procs import gpus_asked
+from executors.settings.procs import gpus_asked, known_procs
 from executors.store import open_store
 from executors.store.run_key import RUN_KEY
 from executors.task.arguments import annotations_in, from_texts, split_rank_env, to_json
@@ -294,8 +294,7 @@ def check_faults(placements: Placements, request: LaunchRequest) -> Sequence[str
             f"Backend {placements.backend_name!r} takes no chaos: faults are injected into local replicas only. "
             "Try it with --backend local."
         )
-    procs = asked.procs or "1"
-    return chaos.check_chaos(asked.chaos, asked.n, int(procs) if procs.isdecimal() else gpus_asked(asked.gpu))
+    return chaos.check_chaos(asked.chaos, asked.n, known_procs(asked.procs, asked.gpu))
 
 
 def check_named(request: LaunchRequest) -> None:

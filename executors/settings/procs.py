@@ -31,6 +31,21 @@ def procs_text(value: Any) -> str:
     raise ValueError(f"{TAKES}, got {value!r}.")
 
 
+def known_procs(procs: str | None, gpu: str | None) -> int | None:
+    """Return the number of processes of each replica. None: it is counted where a replica starts.
+
+    Args:
+        procs: the setting. None: 1.
+        gpu: the GPU of each replica, as in "H100:8". None: none.
+
+    Example:
+        known_procs("gpu", "H100:8")  # 8
+    """
+    if procs is None:
+        return 1
+    return int(procs) if procs.isdecimal() else gpus_asked(gpu)
+
+
 def gpus_asked(gpu: str | None) -> int | None:
     """Return the number of GPUs that a launch asked for in each replica. None: it gave no number.
 

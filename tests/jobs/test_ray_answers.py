@@ -319,6 +319,9 @@ def test_a_replica_gets_what_was_asked_for_under_the_name_of_its_attempt(
         },
     }
     assert capsys.readouterr().err.count("sees the values of MINE") == 1
+    for cpus, procs, cores in ((None, 4, 4), (None, 1, 1), (2.0, 4, 2.0)):
+        shown = RayExecutor(cpus=cpus).service.describe(replace(JOB, procs=procs))
+        assert shown["entrypoint_num_cpus"] == cores
     for gpu, n, resources in (("2", 2, {}), (None, 0, {}), ("A100-40G", 1, {"accelerator_type:A100-40G": 0.001})):
         shown = RayExecutor().service.describe(replace(JOB, gpu=gpu))
         assert (shown["entrypoint_num_gpus"], shown["entrypoint_resources"]) == (n, resources)

@@ -211,6 +211,22 @@ def test_a_replica_gets_what_it_is_given_and_nothing_of_a_surrounding_job(
     assert (found["MY_SECRET"], found["GIVEN"]) == ("hush", "a\n'ä'")
 
 
+def test_each_process_of_a_replica_has_a_core_unless_the_user_gives_another_number(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    names = ["SLURM_CPUS_PER_TASK", "SLURM_NTASKS", "REPLICA_MEMBERS"]
+    run = launch(SlurmExecutor(), "executors.testing.tasks:variables", 1, args={"names": names}, procs=2)
+    (found,) = run.results()
+    job = slurm.run("scontrol", "show", "job", job_of(run, 0))
+    assert "CPUs/Task=2" in job
+    assert "NumTasks=1" in job
+    assert found["REPLICA_MEMBERS"] == "2"
+    job = JobSpec(JobKey("s3://bucket/runs", "otter", 0, 0), ("true",), (), {}, {}, procs=2)
+    for options, cores in (({"cpus": 1}, "1"), ({"sbatch": ("--cpus-per-task=1",)}, "1"), ({"sbatch": ("-c1",)}, "1")):
+        started_as = SlurmExecutor(**options).service.start(job)
+        assert f"CPUs/Task={cores}" in slurm.run("scontrol", "show", "job", f"{started_as['id']}_{started_as['task']}")
+
+
 def test_a_job_gets_the_number_of_its_gpus(slurm: Cluster) -> None:
     service = SlurmExecutor().service
     code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"

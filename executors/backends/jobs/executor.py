@@ -56,6 +56,7 @@ from executors.replica import RANK, RENDEZVOUS, SERVICE, TIMEOUT_S
 from executors.run.job_notes import NotedJob, note_jobs, noted_jobs
 from executors.run.new_run import write_new_run
 from executors.run.spares import spares_of
+from executors.settings.procs import known_procs
 from executors.settings.run_spec import LEASE_S, RunSpec, StartSpec
 from executors.store import store_at
 from executors.store.parallel import answered_within, in_threads
@@ -614,6 +615,7 @@ class JobExecutor(Backend):
                 None if timeout_s is None else int(timeout_s + margin_s),
                 0 if timeout_s is None else margin_s,
                 pins=tuple(pins),
+                procs=known_procs(run.settings.procs, gpu) or 1,
             )
             jobs.append((attempt, job))
         return jobs
