@@ -256,6 +256,16 @@ class AttachedState:
             warnings.filterwarnings("ignore", "Detected call of", UserWarning)
             self.follow(step, self._n_steps)
 
+    def detach(self, name: str) -> None:
+        """Forget an object, because another process of the replica could not attach it.
+
+        Args:
+            name: the name of the object.
+        """
+        self.things.pop(name, None)
+        self._followers.pop(name, None)
+        self.leads.pop(name, None)
+
     def catch_up(self, step: int, n_steps: int) -> None:
         """Count the calls of `follow` that were skipped while no object was attached.
 
