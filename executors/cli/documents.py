@@ -141,7 +141,7 @@ class PlanLink(TypedDict):
 
 
 class PlanComparisonDocument(TypedDict):
-    """The duration of the newest rounds beside the planned one."""
+    """The duration of the newest rounds, compared with the planned duration."""
 
     round_s: float
     """The median duration of the newest rounds, in seconds."""
@@ -150,7 +150,7 @@ class PlanComparisonDocument(TypedDict):
     link: PlanLink
     """The measured link that the plan uses."""
     ratio: float
-    """The duration of a round over the planned duration."""
+    """The measured duration of a round, divided by the planned duration."""
 
 
 class RunStatusDocument(StateFields, LaunchFields):
@@ -167,7 +167,7 @@ class RunStatusDocument(StateFields, LaunchFields):
     spares: Sequence[str]
     """A line on the state of each spare."""
     plan: PlanComparisonDocument | None
-    """The newest rounds beside the plan. Null: this machine has no measured link, or the run has no round."""
+    """The newest rounds compared with the plan. Null: this machine has no measured link, or the run has no round."""
     backend_problem: str | None
     """The error of a backend that did not answer. The states are then those in the store. Null: it answered."""
 

@@ -27,7 +27,8 @@ from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.testing.helpers import JobCleanup, KnownGaps, eventually
 
 ROW = {"rank", "status", "exit_code", "error", "result", "reason"}
-# The number of replicas, the time to watch them, and the most requests in that time: about one each second.
+# The number of replicas, the seconds for which they are watched, and the largest number of requests in that time: about
+# one each second.
 MANY, WATCHED_S, MOST_LOOKS = 64, 10.0, 12
 TERMINAL = ("succeeded", "failed", "cancelled")
 
@@ -134,7 +135,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
     def lose_reply(self, executor: ServerlessExecutor) -> Callable[[], int]:
         """Make the next start succeed at the service and lose its answer. Override this method.
 
-        Return a function that returns the number of jobs since then.
+        Returns: a function that returns the number of jobs that were started since this call.
 
         Args:
             executor: the executor of the test.

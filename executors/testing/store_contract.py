@@ -321,7 +321,7 @@ class StoreContract(StoreRaces, KnownGaps):
             listed = [entry.key for entry in store.list(prefix)]
             assert listed == sorted(key for key in keys if key.startswith(prefix)), prefix
         for prefix in ("/", "/abs", "../", "run-1/../", "run-1//", "./", "//"):
-            with contextlib.suppress(ValueError):  # no key starts so
+            with contextlib.suppress(ValueError):  # no key begins with this text
                 assert list(store.list(prefix)) == [], prefix
 
     def test_an_entry_has_size_and_time(self, store: Store) -> None:

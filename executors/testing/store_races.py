@@ -40,16 +40,18 @@ class StoreRaces:
     n_processes: ClassVar[int] = 4
     """The number of processes that create the same keys."""
     n_times: ClassVar[int] = 250
-    """How often each thread creates and deletes a key. Set a smaller number if each call is a request."""
+    """The number of times that each thread creates and deletes a key. Set a smaller number if each call is a
+    request.
+    """
     n_readings: ClassVar[int] = 50
-    """How often a changing object is read. Set a smaller number if each call is a request."""
+    """The number of reads of a changing object. Set a smaller number if each call is a request."""
 
     @pytest.fixture
     def others(self, store: Store) -> Start:
         """Return a function that starts another process with this store, and waits until the process is ready.
 
         Args:
-            store: the store that the other process opens, too.
+            store: the store that the other process also opens.
         """
         if self.in_process:
             pytest.skip("this store lives in one process")

@@ -78,8 +78,9 @@ class Strike:
     count: int = 1
     """The number of the call among the calls of that name, from 1 on."""
     when: Literal["before", "after"] = "before"
-    """Before the call is done, or after it and before the replica has the reply. A read that finds nothing is not
-    done."""
+    """"before" strikes before the store's call, and "after" strikes after the call, before the replica has the reply.
+    "after" does not strike at a read that finds no object.
+    """
     attempt: int | None = 0
     """The number of the attempt. None, given as `attempt=all`: every attempt."""
     member: int = 0
@@ -246,7 +247,7 @@ SMALL_MEMORY_BYTES = 64 << 20
 
 
 def _hold_gil() -> None:
-    """Lock a C mutex twice. No signal ends that, unlike `sleep`."""
+    """Lock a C mutex twice, which waits forever. Unlike `sleep`, no signal interrupts this wait."""
     libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
     libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_lock(mutex)
@@ -265,7 +266,7 @@ def _loop() -> NoReturn:
 
 HANGS: Mapping[str, Callable[[], object]] = {
     "gil": _hold_gil,
-    "spin": lambda: re.match("(a+)+$", "a" * 64 + "b"),  # holds the GIL, and computes for ages
+    "spin": lambda: re.match("(a+)+$", "a" * 64 + "b"),  # one call that holds the GIL and computes for a very long time
     "lock": _lock_twice,
     "loop": _loop,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -389,7 +390,8 @@ def inject_faults(
         page: the page of this process, through which it asks other members for their faults. None: there are none.
         procs: the number of processes of the replica. Default 1.
     """
-    # Strikes are the inner store, because they count calls. A call whose reply is lost has reached the inner store.
+    # The store with strikes is the inner store, because strikes count calls. A call whose reply is lost has reached the
+    # inner store.
     for kind in (Strike, StoreFaults):
         for number, spec in enumerate(map(parse, specs)):
             if not isinstance(spec, kind) or not _is_for(spec, rank, attempt):

@@ -27,9 +27,11 @@ from executors.worker.printed_error import before_report, place_in, printed_trac
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 MAX_ERROR_FILE_BYTES = 1 << 20
-MAX_NOTED = 20_000  # the longest text of the error file that an outcome takes
+MAX_NOTED = 20_000  # the longest text of the error file that an outcome contains
 RENDEZVOUS_OF_TORCHRUN = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "localhost:0"}
-"""Without these, torchrun before torch 2.13 takes port 29500, which a second replica on the machine cannot take."""
+"""The options that make torchrun choose a free port. Without them, torchrun before torch 2.13 takes port 29500, which a
+second replica on the machine cannot take.
+"""
 FREE_PORT_SINCE = (2, 13)
 
 _asked_group: int | None = None
@@ -40,9 +42,9 @@ class CommandFailedError(ReplicasError):
 
     Args:
         words: the command.
-        exit_code: its exit code, or -N if signal N ended it. None: it could not be started.
-        noted: the error that it left in the file that `TORCHELASTIC_ERROR_FILE` names. None: it left none.
-        why: the reason why it could not be started. Default: none.
+        exit_code: the exit code of the command, or -N if signal N ended it. None: the command could not be started.
+        noted: the error that the command wrote into the file that `TORCHELASTIC_ERROR_FILE` names. None: it wrote none.
+        why: the reason why the command could not be started. Default: it was started.
     """
 
     def __init__(self, words: Sequence[str], exit_code: int | None, noted: str | None, why: str = "") -> None:
@@ -59,7 +61,7 @@ class CommandFailedError(ReplicasError):
 
 
 def outcome_fields(error: CommandFailedError, output_tail: Callable[[], str]) -> dict[str, Any]:
-    """Return the fields `reason`, `error` and `exit_code` of an outcome, and others that a failed command has.
+    """Return the fields of an outcome for this failure: `reason`, `error`, `exit_code` and others.
 
     Args:
         error: the failure.
@@ -118,7 +120,7 @@ def run_command(words: Sequence[str], replica: Replica) -> None:
         # A SIGTERM between the start of the child and the assignment would leave a command that gets no request to end.
         with replica.atomic():
             try:
-                # A session of its own, so that SIGTERM to its process group does not reach the worker.
+                # The command gets a session of its own, so that SIGTERM to its process group does not reach the worker.
                 process = subprocess.Popen(words, env=environment_of(error_file, replica), start_new_session=True)
             except OSError as error:
                 why = error.strerror or str(error)
@@ -133,7 +135,7 @@ def run_command(words: Sequence[str], replica: Replica) -> None:
             _asked_group = process.pid
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGTERM)
-            process.wait()  # until the supervisor kills it, when the grace has ended
+            process.wait()  # the loop ends when the supervisor kills this process after the grace
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -167,7 +169,7 @@ def _torch_version() -> tuple[int, ...]:
 def read_error(file: Path) -> str | None:
     """Return the error in the file that a process with torch's `@record` leaves. None: there is none.
 
-    The file is foreign. Its message is a text, or an object with a message and the stack of the call.
+    The content of the file is untrusted. Its message is a text, or an object with a message and the stack of the call.
 
     Args:
         file: the path.

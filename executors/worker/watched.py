@@ -21,7 +21,8 @@ from executors.errors import HangError
 from executors.process import memory_file, own_threads
 from executors.replica.shared_page import SharedPage
 
-SIGRTMIN: int = getattr(signal, "SIGRTMIN", 34)  # macOS has none, and runs only the backend inline, without a watchdog
+# macOS has no such signals, and runs only the backend inline, without a watchdog
+SIGRTMIN: int = getattr(signal, "SIGRTMIN", 34)
 STACKS_SIGNAL = SIGRTMIN + 5
 HANG_SIGNAL = SIGRTMIN + 6
 STACKS_NAME = "replicas-stacks"
@@ -32,21 +33,23 @@ _TICK = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
 def start_watch(page: SharedPage) -> None:
-    """Start to beat and to handle the signals. The main thread of a process of our own calls this.
+    """Start to beat and to handle the signals. The main thread of a process that this project starts calls this
+    function.
 
     Args:
         page: the page that the rank shares with its supervisor.
     """
     global _page
-    if _page is page:  # the next attempt of the same process: the thread and the file of the stacks are there
+    if _page is page:  # in the next attempt of the same process, the thread and the file of the stacks exist already
         signal.signal(HANG_SIGNAL, _raise_hang)
         page.beat = page.tick = monotonic()
         page.ready = 1
         return
     _page = page
-    with contextlib.suppress(OSError, AttributeError):  # some sandboxes and systems lack it; then there are no stacks
+    # some sandboxes and systems have no files in memory; then there are no stacks
+    with contextlib.suppress(OSError, AttributeError):
         file = memory_file(STACKS_NAME)
-        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # the supervisor truncates it
+        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # the supervisor truncates the file
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
         page.stacks_file = file
     signal.signal(HANG_SIGNAL, _raise_hang)
@@ -85,7 +88,7 @@ def _beat(page: SharedPage) -> None:
     ticked_at = -1.0
     while True:
         page.beat = monotonic()
-        if page.tick != ticked_at:  # else the main thread has not made the last call yet
+        if page.tick != ticked_at:  # otherwise the main thread has not made the last call yet
             ticked_at = page.tick
             add(called, None)
         pause.acquire(timeout=BEAT_S)

@@ -128,7 +128,7 @@ def test_an_addition_is_not_covered_by_max_cost_and_that_is_reported(
 ) -> None:
     run = start(1, "hang", max_cost=2.0)
     assert run.add(FakeExecutor(), 1) == [1]
-    assert "max_cost=2 of run 'otter' does not bound what is added" in capsys.readouterr().err
+    assert "max_cost=2 of run 'otter' does not limit the cost of added replicas" in capsys.readouterr().err
     assert limits(machines) == [SHARE_S, SHARE_S]
     run.cancel()
 

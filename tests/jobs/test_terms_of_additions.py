@@ -175,7 +175,7 @@ def test_what_a_run_with_code_was_not_launched_with_is_not_installed_for_some_of
     machines: Machines, folder: Path
 ) -> None:
     run = launched(folder, installing(" numpy"), detach=True)
-    words = r"'flash-attn' of pip= is none of those that these replicas of run 'otter' were launched with"
+    words = r"'flash-attn' of pip= is new: run 'otter' was launched without it"
     with pytest.raises(ValueError, match=words):
         run.add(installing("numpy", "flash-attn"), 1)
     assert run.ranks == [0]

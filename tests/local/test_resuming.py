@@ -383,7 +383,7 @@ def test_a_rank_that_is_resumed_or_added_gets_a_gpu_that_no_living_rank_has(
 def test_a_rank_that_still_runs_is_left_alone(tmp_path: Path) -> None:
     with launch(PLAIN, second_time_lucky, 3, args={"folder": str(tmp_path)}) as run:
         eventually(lambda: run.status().replicas[1].status == "failed", "rank 1 fails")
-        with pytest.raises(ValueError, match=r"Rank 2 of run .* is running; only what ended is resumed"):
+        with pytest.raises(ValueError, match=r"Rank 2 of run .* is running; only ranks that have ended are resumed"):
             resume(run, ranks=[1, 2])
         back = resume(run)
         eventually(lambda: back.status().replicas[1].status == "succeeded", "rank 1 succeeds")

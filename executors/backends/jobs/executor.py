@@ -311,7 +311,8 @@ class JobExecutor(Backend):
             state = states.get(replica.key)
             if replica.job is None or (state is not None and (state.has_ended or state.holds_place)):
                 if state is not None and state.holds_place and state.reason == "preempted":
-                    # This is the last look at a replica that has ended, so the job is withdrawn here.
+                    # This is the last look at a replica that has ended, so the job's place at the service is freed
+                    # here.
                     self._recorder.withdraw(replica)
                 self._states.forget(replica.key)
                 return self._recorder.supervisor_of(replica, state)
@@ -335,7 +336,7 @@ class JobExecutor(Backend):
         return call_each(observation, replicas, MAX_THREADS)  # in threads, because each takes several requests
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = LOG_LINES) -> str:
-        """Return the last lines of the replica's output, as far as the service keeps them."""
+        """Return the last lines of the replica's output that the service still has."""
         job_id = retrying()(self._job_of, self._find(handle))
         return "" if job_id is None else retrying()(self.service.logs, job_id, n_lines)
 

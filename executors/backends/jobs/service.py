@@ -145,7 +145,8 @@ class JobSpec:
     limit_s: int | None = 3600
     """The seconds after which the service ends the job. None: the service's own limit, if it has one."""
     margin_s: int = 0
-    """The part of `limit_s` for the time before the entrypoint begins. A service whose limit is too small may drop it.
+    """The part of `limit_s` for the time before the entrypoint begins. A service that does not accept `limit_s` may
+    subtract this part.
     """
 
 

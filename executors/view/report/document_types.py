@@ -17,7 +17,7 @@ class CurveLine(TypedDict):
     attempt: int
     """The number of the attempt, from 0."""
     y: Sequence[float | None]
-    """A value for each `x` of the chart. Null: the line has none there."""
+    """A value for each `x` of the chart. Null: the line has no value there."""
 
 
 class Chart(TypedDict):
@@ -54,7 +54,7 @@ class ReportCurves(TypedDict):
     left_out: Sequence[str]
     """Names of numbers that have no chart, because there are too many."""
     n_left_out: int
-    """The number of such names."""
+    """The number of names without a chart."""
 
 
 class CostNumbers(TypedDict):
@@ -67,15 +67,15 @@ class CostNumbers(TypedDict):
     hidden: float | None
     """The share of the time in which rounds ran while training continued, from 0 to 1."""
     hidden_s: float
-    """The same in seconds, over all replicas."""
+    """The time in which rounds ran while training continued, in seconds over all replicas."""
     in_rounds: float | None
     """The share of the time in which training waited for the replica's own part of rounds, from 0 to 1."""
     in_rounds_s: float
-    """The same in seconds, over all replicas."""
+    """The time in which training waited for the replica's own part of rounds, in seconds over all replicas."""
     waiting: float | None
     """The share of the time in which training waited for other replicas, from 0 to 1."""
     waiting_s: float
-    """The same in seconds, over all replicas."""
+    """The time in which training waited for other replicas, in seconds over all replicas."""
     alive_s: float
     """The time of all attempts, in seconds."""
     bytes_up: float | None
@@ -89,7 +89,7 @@ class CostNumbers(TypedDict):
     wire_error: float | None
     """The median share of a contribution that is rounding error of the wire."""
     times_less: float | None
-    """How many times fewer bytes were moved than with data parallel training."""
+    """The bytes of data parallel training, divided by the bytes that were moved."""
     restarts: int
     """The number of restarts."""
     restarts_by_rank: Mapping[int, int]
@@ -166,7 +166,7 @@ class Timeline(TypedDict):
     end_s: float
     """The end of the time line, in seconds since the launch."""
     merged: int
-    """The number of rounds that one span stands for."""
+    """The number of rounds that one span represents."""
     used_kinds: Sequence[str]
     """The kinds of spans."""
     used_marks: Sequence[str]
@@ -229,7 +229,7 @@ class SameData(TypedDict):
     ranks: Sequence[int]
     """The ranks."""
     rounds: int
-    """The number of rounds in which they did."""
+    """The number of rounds in which these ranks sent the same work."""
 
 
 class ReportRounds(TypedDict):
@@ -260,14 +260,14 @@ class ReportRounds(TypedDict):
 
 
 class ReportWarning(TypedDict):
-    """One text that replicas warned of."""
+    """A warning of replicas, with its ranks."""
 
     text: str
     """The warning."""
     at: float
     """The time of the first one, in Unix time."""
     ranks: Sequence[int]
-    """The ranks that it came from."""
+    """The ranks that gave the warning."""
     count: int
     """How often it came."""
 
@@ -325,7 +325,7 @@ class Sentence(TypedDict):
 
 
 class ReportDocument(TypedDict):
-    """All that the page of a run shows, cut to a readable size."""
+    """The content of the page of a run, cut to a readable size."""
 
     run_id: str
     """The name of the run."""

@@ -269,7 +269,7 @@ def test_a_container_without_a_folder_that_can_be_written_reports_that_in_one_li
     told = refusal(cloud, spec, ["sh", "-c", f'{before}; exec "$@"', "sh"])
     assert "its code cannot be unpacked: " in told
     assert says in told
-    assert "Set TMPDIR to a folder with room that can be written." in told
+    assert "Set TMPDIR to a folder with free space that you can write to." in told
 
 
 def test_an_endpoint_that_is_not_a_url_is_reported_in_one_line(cloud: Cloud, workspace: Path, s3: S3Server) -> None:

@@ -204,7 +204,7 @@ def test_a_rank_that_failed_twice_alike_counts_as_given_up_before_that_is_writte
     end = failed("exception", attempt=1, fingerprint="f", reached={"step": 7}, error="ValueError: no")
     write(view_of(run).store, 0, "outcome", outcome_json(0, **end), attempt=1)
     assert run.wait(timeout=0)
-    assert run.status().replicas[0].note == "given up: failed twice alike at step 7 (ValueError: no)"
+    assert run.status().replicas[0].note == "given up: failed twice in the same way at step 7 (ValueError: no)"
     assert view_of(run).reader.is_permanent
 
 
@@ -217,7 +217,7 @@ def test_a_rank_that_failed_twice_alike_counts_as_given_up_before_that_is_writte
         (failed(), [replace(RESTART, at=0.0, not_before=time.time() + 9000)], "restarts in "),
         (failed(), [RESTART], "waits for a controller: replicas watch memory://restarts/wide"),
         (failed(), [replace(RESTART, at=0.0)], "restarts now: signal, SIGKILL"),
-        (failed(), [GIVEN_UP], "given up: failed twice alike at step 812 (ValueError: no)"),
+        (failed(), [GIVEN_UP], "given up: failed twice in the same way at step 812 (ValueError: no)"),
         (failed("exception", error="ValueError: no"), [CANCEL], "exception: ValueError: no"),
     ],
 )
