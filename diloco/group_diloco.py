@@ -1,7 +1,8 @@
 """A `DiLoCo` that several processes of one replica open together, in a process group.
 
-Member 0, the leader, has a normal `DiLoCo` inside. The other members follow its words (`member_group.py`). So all
-public calls but `anchor()`, `rounds`, `inner_step`, `is_over` and `progress` are made by all members together.
+Member 0, the leader, has a normal `DiLoCo` inside. The other members, the followers, execute the words that the leader
+sends (`member_group.py`). So all members make each public call together, except `anchor()`, `rounds`, `inner_step`,
+`is_over` and `progress`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ log = logging.getLogger(__name__)
 MILLIONTHS = 1_000_000
 """`progress` travels as a whole number of millionths, because a word has integers only."""
 WAIT_BEYOND_ROUND_S = 60.0
-"""A member waits for a word for the time of a round and this long in addition."""
+"""A member waits for a word for the longest time of a round, plus this number of seconds."""
 
 
 class MembersModelState(ModelState):
@@ -104,9 +105,9 @@ class LeaderSetup:
     saved_position: int
     """The position of the leader's saved state. -1: there is none."""
     is_from_origin: bool
-    """True if that state is of the run that this run continues."""
+    """True if the saved state belongs to the run that this run continues."""
     step: int
-    """The run's step of the saved state."""
+    """The step of the run at which the saved state was saved."""
     buffers: Mapping[str, Tensor]
     """The buffers that no round averages."""
 
@@ -133,7 +134,7 @@ class GroupDiLoCo(DiLoCo):
         options = {name: value for name, value in given.items() if name != "group"}
         sync_buffers, wires = options["sync_buffers"], check_wires(options["wire"], options["mean_wire"])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the leader's own DiLoCo warns
+            warnings.simplefilter("ignore")  # the leader's own DiLoCo gives this warning
             fragments = plan_fragments(
                 model, options["fragments"], sync_buffers=sync_buffers, wires=wires, has_members=True
             )
@@ -158,7 +159,8 @@ class GroupDiLoCo(DiLoCo):
         assert members.mirror is not None
         if callable(weight := options["weight"]):
             options["weight"] = lambda: members.sum_of(weight)
-        if not isinstance(options["fragments"], int):  # the lists may have modules of the model
+        # the lists may contain modules of the model, which differ between members
+        if not isinstance(options["fragments"], int):
             options["fragments"] = [
                 [slot.name for slot in fragment.slots if slot.kind == "parameter"] for fragment in members.fragments
             ]
@@ -173,7 +175,8 @@ class GroupDiLoCo(DiLoCo):
                 **options,
             )
             if members.is_sharded:
-                # The optimizers of the members step their shards, and not the mirror. So nothing can be compared.
+                # The optimizers of the members step their shards, and not the mirror. So stale copies cannot be found
+                # by comparing the mirror.
                 plain._stale_copies.trust()
                 plain._history.close()
             members.scatter_all()
@@ -280,7 +283,7 @@ class GroupDiLoCo(DiLoCo):
     def steps(self) -> Iterator[int]:
         self._check_open()
         if self._members_.is_leader:
-            self._plain.steps()  # checks the plan, and notes that the loop follows the run
+            self._plain.steps()  # this call checks the plan, and notes that the loop follows the run
         elif self._plan.total_steps is None:
             raise DiLoCoError("steps() ends at the planned end of the run. Pass total_steps=… to DiLoCo.")
         return self._loop.steps(self, self._undo_step)
@@ -328,7 +331,7 @@ class GroupDiLoCo(DiLoCo):
                 plain._model_state.before_hold = plain._saver.save_if_due
                 if not members.is_sharded:
                     plain._stale_copies.warn_of_copies(thing, plain._extra_addresses())
-            # The lead of a schedule is part of the saved state, so the followers need the leader's.
+            # The lead of a schedule is part of the saved state, so the followers need the value of the leader.
             state = (_state_of(thing), attached.leads.get(name)) if is_shared and positions[0] >= 0 else None
             members.return_(self._take_status(), state)
             error = members.agree(None)
@@ -474,7 +477,7 @@ def is_loaded(answers: Sequence[tuple[str, bool, int]], mine: tuple[str, bool, i
 
 
 def _is_of_model(thing: Any) -> bool:
-    """Return True for an optimizer or a schedule, whose state follows from the model and the steps."""
+    """Return True for an optimizer or a schedule, whose state is the same in all members of a replicated model."""
     return isinstance(getattr(thing, "param_groups", None), list) or isinstance(thing, LRScheduler)
 
 

@@ -1,7 +1,7 @@
 """The processes of one replica that train one model together: the leader's words, and the exchange of tensors.
 
-Member 0 of a group is the *leader*. It runs a normal `DiLoCo`. The other members obey its *words* inside the same call.
-A word is a broadcast of a few integers, so a call without a round costs one small broadcast.
+Member 0 of a group is the *leader*. It runs a normal `DiLoCo`. The other members, the followers, execute its *words*
+inside the same call. A word is a broadcast of a few integers, so a call without a round costs one small broadcast.
 
 A model in `DistributedDataParallel` is the same in all members. The leader's model is then the model that takes part in
 rounds, and after a round its changed tensors are broadcast. A model that `fully_shard` has cut into DTensors is put
@@ -36,7 +36,9 @@ from executors.process import shared_file
 
 WORD_LENGTH = 12
 ALL = -1
-"""In place of the number of a fragment: all sharded parameters, also those that no round averages."""
+"""The number that stands for all sharded parameters in the place of a fragment, also for those that no round
+averages.
+"""
 ALIGNMENT = 64
 """Each tensor of the mirror begins at a multiple of this number of bytes, as torch's own allocations do."""
 
@@ -96,7 +98,7 @@ class Word(IntEnum):
 
 # More than 20 methods: the leader and the followers have one method each for both ends of a word, in one place.
 class Members:
-    """The members of one replica, as one of them sees them.
+    """The group of members of one replica, as one of the members sees it.
 
     Args:
         group: the process group of the members.
@@ -135,8 +137,9 @@ class Members:
         self._fresh: set[int] = set()
         """The fragments that were gathered, or written by the leader, in this call."""
         self._versions: dict[int, int] | None = None
-        """By number of a slot, torch's count of writes before this call changed anything. None: nothing was
-        changed."""
+        """For each slot, by its number: torch's count of writes before this call changed anything. None: nothing was
+        changed.
+        """
         self._check_slots()
         self._n_parameters = sum(slot.kind == "parameter" for slot in self._slots)
         self.mirror = self._mirror()
@@ -294,7 +297,7 @@ class Members:
         sharded = {id(p): (name, p) for name, p in named_parameters(self.model) if is_dtensor(p)}
         self._n_mirrored = len(sharded)
         self._whole: dict[str, Tensor] = {}
-        """By clean name, the whole tensor in shared memory of each sharded parameter."""
+        """The whole tensor of each sharded parameter, in shared memory, by the parameter's clean name."""
         if not sharded:
             return self.model if self.is_leader else None
         places: dict[str, int] = {}
@@ -323,7 +326,7 @@ class Members:
             problem = None
         except OSError as error:
             mapped, problem = None, str(error)
-        problems = self.exchange(problem)  # also waits until all have mapped it
+        problems = self.exchange(problem)  # this exchange also waits until all members have mapped the memory
         if descriptor >= 0:
             os.close(descriptor)
         for member, found in enumerate(problems):
@@ -360,7 +363,8 @@ class Members:
             return
         for index in fragments:
             if index in self._fresh:
-                continue  # the leader may have written it since, and the followers do not have these values yet
+                # the leader may have written to the fragment since, and the followers do not have these values yet
+                continue
             self._fresh.add(index)
             if self.is_sharded:
                 self.say(Word.GATHER, index)
@@ -381,7 +385,7 @@ class Members:
         self.scatter(range(len(self._slots)))
 
     def note_all_written(self) -> None:
-        """Note that this call writes all fragments without reading them, so none is gathered any more."""
+        """Note that this call writes all fragments without reading them, so that none must be gathered."""
         self._fresh.update(range(len(self.fragments)))
         self.note_writes()
 
@@ -397,7 +401,8 @@ class Members:
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """Return a context for a call of the leader. At its end, the followers get what it has written.
+        """Return a context for a call of the leader. At its end, the followers get the tensors that the call has
+        written.
 
         An error in the call is raised in all members.
         """
@@ -437,7 +442,7 @@ class Members:
             at = end
 
     def return_(self, status: Sequence[int], result: object) -> None:
-        """Let the followers return from the call.
+        """Send the word with which the followers return from the call.
 
         Args:
             status: up to 8 integers that followers keep.
@@ -453,7 +458,7 @@ class Members:
 
     def _say_error(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt) or self._group is None:
-            return  # the followers get the same signal, or have their own end
+            return  # the followers get the same signal, or end for a reason of their own
         try:
             self.say(Word.ERROR)
             self.broadcast(_packed_error(error))
@@ -488,7 +493,7 @@ class Members:
             if word == Word.GATHER:
                 self._gather(values[0])
             elif word == Word.ALIKE:
-                self._digests(values[0])  # the leader compares, and an ERROR follows if they differ
+                self._digests(values[0])  # the leader compares the digests, and sends the word ERROR if they differ
             elif word == Word.SCATTER:
                 self._take(values[0], values[1])
             elif word == Word.WEIGH:
@@ -515,7 +520,7 @@ class Members:
 
     @torch.no_grad()
     def _take(self, first: int, end: int) -> None:
-        """Take the leader's values of slots: out of the mirror, or by broadcast."""
+        """Receive the leader's values of slots: from the mirror, or by broadcast."""
         for slot in self._slots[first:end]:
             if slot.name in self._whole:
                 continue
@@ -641,7 +646,7 @@ def _tree_with(model: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.M
 
     Args:
         model: the model.
-        parameters: by the id of a parameter of the model, the parameter of the copy.
+        parameters: the parameters of the copy, by the id of the parameter of the model that each replaces.
     """
     copies: dict[int, nn.Module] = {}
 
@@ -651,7 +656,7 @@ def _tree_with(model: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.M
         copied: nn.Module = object.__new__(type(module))
         copies[id(module)] = copied
         state = dict(module.__dict__)
-        for name in list(state):  # hooks belong to the training of the model
+        for name in list(state):  # the copy gets no hooks, because hooks belong to the training of the model
             if name.endswith("_hooks") or name.startswith(("_forward_hooks", "_backward_hooks")):
                 state[name] = type(state[name])() if isinstance(state[name], dict) else state[name]
         state["_parameters"] = {
@@ -691,7 +696,8 @@ def weighted_sum(flat: Tensor) -> int:
     places = torch.arange(1, min(flat.numel(), PIECE) + 1, device=flat.device)
     for begin in range(0, flat.numel(), PIECE):
         piece = flat[begin : begin + PIECE]
-        total = total * FACTOR + (piece.to(torch.int64) * places[: piece.numel()]).sum()  # an overflow wraps around
+        # an overflow of int64 wraps around, which is intended
+        total = total * FACTOR + (piece.to(torch.int64) * places[: piece.numel()]).sum()
     return int(total)
 
 
@@ -731,13 +737,13 @@ def _packed_error(error: BaseException) -> bytes:
     """Return an error as bytes, with its type if that can be pickled."""
     with suppress(Exception):
         data = pickle.dumps(error)
-        pickle.loads(data)  # some errors can be pickled and not be read again
+        pickle.loads(data)  # some errors can be pickled but not unpickled
         return data
     return pickle.dumps(DiLoCoError(f"{type(error).__name__}: {error}"))
 
 
 def _unpacked_error(data: bytes) -> BaseException:
-    error = pickle.loads(data)  # from the leader of the same replica
+    error = pickle.loads(data)  # the pickle comes from the leader of the same replica, so it is trusted
     assert isinstance(error, BaseException)
     # The outcome of the replica then names the leader, whose traceback has the place of the error.
     error.of_another_member = True  # type: ignore[attr-defined]

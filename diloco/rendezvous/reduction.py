@@ -29,7 +29,8 @@ class ShardInput:
 
 
 class BadInputError(Exception):
-    """An input does not match its digests, or is not finite. Read it again, or compute the mean without it.
+    """An input does not match its digests, or is not finite. The caller reads the input again, or computes the mean
+    without it.
 
     Args:
         rank: the rank of the contribution.
