@@ -232,7 +232,7 @@ class GroupDiLoCo(DiLoCo):
     # -- calls that all members make ---------------------------------------------------------------------------------
 
     def _together(self, call: Call, act: Callable[[DiLoCo], T], *, sends: bool = True) -> T | None:
-        """Make a call in the leader while the followers obey. Return the leader's result in all members.
+        """Make a call in the leader while the followers execute its words. Return the leader's result in all members.
 
         Args:
             call: the call.

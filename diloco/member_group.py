@@ -470,7 +470,7 @@ class Members:
     def obey(
         self, weigh: Callable[[], float], keep: Callable[[int], None], answer: Any = None
     ) -> tuple[Sequence[int], Any]:
-        """Obey the leader's words until it returns from the call.
+        """Execute the words of the leader until the leader returns from the call.
 
         Args:
             weigh: returns the value of this member's `weight`.
@@ -537,7 +537,7 @@ class Members:
                 p: Any = find_tensor(self.model, slot.name, slot.kind)
                 p.to_local().detach().copy_(whole[_place_of(p)[0]])
         if self.is_sharded:
-            self.barrier()  # the leader may write to the mirror again
+            self.barrier()  # from here on, the leader may write to the mirror again
 
     def _check_alike(self, index: int) -> None:
         """Compare the replicated parameters of a fragment.

@@ -152,7 +152,7 @@ class Choice:
     overlap_steps: int = 0
     wire: str = "int8"
     mean_wire: str | None = None
-    """The wire of the means. None: the default of `DiLoCo` for `wire`."""
+    """The wire of the means, with the default filled in. None: the default of `DiLoCo` for `wire`."""
 
     @property
     def steps_between(self) -> int:

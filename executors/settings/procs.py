@@ -36,7 +36,7 @@ def known_procs(procs: str | None, gpu: str | None) -> int | None:
 
     Args:
         procs: the setting. None: 1.
-        gpu: the GPU of each replica, as in "H100:8". None: none.
+        gpu: the GPU of each replica, as in "H100:8". None: no GPU.
 
     Example:
         known_procs("gpu", "H100:8")  # 8
