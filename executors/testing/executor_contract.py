@@ -406,7 +406,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
         assert (row["status"], row["reason"], row["result"]) == ("failed", "timeout", None)
         assert row["error"]
 
-    def test_a_time_limit_does_not_touch_what_is_done(self, executor: ServerlessExecutor) -> None:
+    def test_a_time_limit_does_not_change_a_replica_that_has_ended(self, executor: ServerlessExecutor) -> None:
         for timeout in (4, 60):  # on a busy machine, even a task that returns at once may need more than 4 s
             rows = self.collected(executor, self.launched(executor, 2, task("hang_on"), {"rank": 1}, timeout=timeout))
             if rows[0]["status"] == "succeeded":
@@ -430,7 +430,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
 
     # --- cancelling
 
-    def test_what_is_cancelled_stays_cancelled_and_leaves_the_others(self, executor: ServerlessExecutor) -> None:
+    def test_a_cancelled_replica_stays_cancelled_and_the_others_continue(self, executor: ServerlessExecutor) -> None:
         handles = self.launched(executor, 2, task("hang"), {})
         self.hanging(executor, handles)
         self.cancelled(executor, handles[:1])
@@ -474,7 +474,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
             with pytest.raises(TypeError, match=name):
                 self.launched(executor, 1, task("not_callable_with_these"), args)
 
-    def test_arguments_that_cannot_travel_are_refused(self, executor: ServerlessExecutor) -> None:
+    def test_arguments_that_cannot_be_sent_are_refused(self, executor: ServerlessExecutor) -> None:
         with pytest.raises(TypeError):
             self.launched(executor, 1, task("echo"), {"thing": object()})
 

@@ -103,7 +103,9 @@ class StoreRaces:
             readers = [pool.submit(_read_whole_objects, store, "model", 2 * MIB, self.n_readings) for _ in range(2)]
             assert all(reader.result() for reader in readers)
 
-    def test_readers_never_see_part_of_what_another_process_replaces(self, store: Store, others: Start) -> None:
+    def test_readers_never_see_part_of_an_object_that_another_process_replaces(
+        self, store: Store, others: Start
+    ) -> None:
         store.put("model", bytes(4 * MIB))
         with others("replace", "model", "4") as writer:
             assert receive(writer) == "replaced"
@@ -116,7 +118,7 @@ class StoreRaces:
                 find = functools.partial(_find, store, f"shard/{number}")
                 assert eventually(find, "the writer's next object", every_s=0) == bytes([number]) * (8 * MIB)
 
-    def test_a_killed_writer_leaves_nothing_to_see(self, store: Store, others: Start) -> None:
+    def test_a_killed_writer_leaves_no_visible_object(self, store: Store, others: Start) -> None:
         for verb in ("put", "put_if_absent"):
             with others("write_one", verb, "half", "1024") as writer:
                 writer.kill()

@@ -285,7 +285,7 @@ def test_each_look_reads_a_log_once_and_a_long_one_is_looked_at_rarely(stub: Stu
 # Requests
 
 
-def test_a_replica_gets_what_was_asked_for_under_the_name_of_its_attempt(
+def test_a_replica_gets_the_requested_resources_under_the_name_of_its_attempt(
     stub: Stub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options: dict[str, Any] = {

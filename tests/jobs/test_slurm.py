@@ -192,7 +192,7 @@ def test_replicas_may_run_for_as_long_as_their_partition_lets_them(
 # --- what jobs get
 
 
-def test_a_replica_gets_what_it_is_given_and_nothing_of_a_surrounding_job(
+def test_a_replica_gets_its_own_variables_and_none_of_a_surrounding_job(
     slurm: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     surrounding = {"SLURM_CPUS_PER_TASK": "7", "SLURM_MEM_PER_NODE": "3999", "SLURM_NTASKS": "6", "SLURM_HINT": "x"}
@@ -448,7 +448,7 @@ def test_a_record_chooses_neither_the_file_that_is_read_nor_a_job_of_another_clu
     assert set(SlurmJobs.recordable_options()) == {"partition", "account", "qos", "cpus", "memory_mb"}
 
 
-def test_doctor_knows_what_the_cluster_keeps_and_proves_that_logs_come(
+def test_doctor_warns_that_the_cluster_keeps_environments_and_proves_that_logs_arrive(
     slurm: Cluster, here: HereInstead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def findings(*arguments: str) -> list[tuple[str, str]]:

@@ -290,7 +290,7 @@ def test_a_command_without_a_program_is_refused_before_anything_is_written(comma
         ({"command": ["true"], "executor": "inline"}, "Backend 'inline' calls functions and runs no command"),
     ],
 )
-def test_a_command_with_what_does_not_fit_is_refused(given: dict[str, Any], says: str) -> None:
+def test_a_command_with_arguments_for_a_function_is_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         launch(**{"executor": "local", "n": 1, **given})
 

@@ -185,7 +185,7 @@ def test_a_killed_member_restarts_all_members_of_its_replica_and_of_no_other(
     assert {"ready-0-1", "ready-1-1"} <= {*os.listdir(tmp_path)}
 
 
-def test_a_cancel_runs_what_each_member_has_to_end_and_waits_for_one_that_saves(
+def test_a_cancel_runs_the_finally_blocks_of_each_member_and_waits_for_one_that_saves(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
     run = start("save")

@@ -145,7 +145,7 @@ def test_other_code_of_the_same_name_is_not_taken_for_the_runs(
     assert (outcome.attempt, "with a space" in str(outcome.error)) == (1, True)
 
 
-def test_what_is_the_same_code_anywhere_is_resumed_from_anywhere(
+def test_an_installed_entrypoint_is_resumed_from_any_folder(
     two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here, there = two_folders
@@ -245,7 +245,7 @@ def test_the_error_for_a_new_run_from_a_snapshot_names_a_command_that_begins_one
         resume(attach("nightly"), from_snapshot=True)
 
 
-def test_a_folder_that_is_not_here_any_more_is_named_and_the_run_continues_with_what_is(
+def test_a_deleted_folder_of_the_launch_is_named_and_the_run_continues_with_the_code_of_this_folder(
     two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here, there = two_folders
@@ -284,7 +284,7 @@ def test_launch_with_resume_refuses_other_arguments() -> None:
     assert again.status().replicas[0].attempt == 2
 
 
-def test_launch_with_resume_refuses_what_it_would_leave_out() -> None:
+def test_launch_with_resume_refuses_arguments_that_a_resume_ignores() -> None:
     for name, value in {"min_replicas": 1, "fail_fast": True, "max_cost": 2.5, "tracker": "trackio"}.items():
         with pytest.raises(ValueError, match=f"A resumed run keeps the {name} of its launch"):
             launch(PLAIN, print, 1, run_id="any", resume=True, **{name: value})  # type: ignore[arg-type]

@@ -99,7 +99,7 @@ def test_an_error_of_a_weight_function_is_raised_in_all_members(
 @pytest.mark.parametrize(
     ("value", "words"), [(-1.0, "got -1.0"), (True, "got True"), ("many", "got 'many'"), (float("nan"), "got nan")]
 )
-def test_a_weight_that_is_no_weight_is_refused_in_all_members_by_the_member(
+def test_an_invalid_weight_is_refused_in_all_members_with_the_number_of_the_member(
     value: Any, words: str, tmp_path: Path
 ) -> None:
     def body(rank: int, member: int) -> str:

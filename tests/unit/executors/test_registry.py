@@ -129,7 +129,7 @@ def record_of(executor: str, **options: Any) -> Placement:
     return Placement(backend=executor, ranks=(0,), executor_options=options)
 
 
-def test_a_registered_backend_is_made_with_what_may_be_recorded(
+def test_a_registered_backend_is_made_with_the_options_that_may_be_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, monkeypatch, "remote = test_registry:Remote")

@@ -269,7 +269,7 @@ def test_a_resume_whose_process_died_has_ended_independent_of_the_clock_of_the_l
 
 
 @pytest.mark.parametrize("ahead_s", [-30.0, 0.0, 30.0])
-def test_a_process_that_resumes_a_run_that_another_resumes_is_told_even_if_their_clocks_differ(ahead_s: float) -> None:
+def test_a_process_learns_that_another_process_resumes_the_run_even_if_their_clocks_differ(ahead_s: float) -> None:
     run = run_of(failed(), restarts=None)
     order_resume(DecisionLog(view_of(run).store, "wide", lambda: time.time() + ahead_s), {0: 1}, n_seen=0)
     assert not run.wait(timeout=0)
