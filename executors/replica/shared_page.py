@@ -31,8 +31,8 @@ OTHERS = "others"
     ENDING_AT, NOTICE, STEP, ROUND, MAIN_THREAD, STACKS_FILE, N_STACKS, WRITTEN, HANG_RAISED_AT, CLAIMED,
     N_DECISIONS, BEATEN, LEFT_AT, LEFT_WITH, HAS_RESULT, STORE_FAILED,
     OPENED_AT, FINISHED_AFTER, BEAT_THREAD, HEARTBEAT_THREAD, RAISED_AT, SPEAKER, BEGAN,
-    WAITS_FOR, GO_ON, STRIKE,
-) = range(38)  # fmt: skip
+    WAITS_FOR, GO_ON, STRIKE, WATCHED,
+) = range(39)  # fmt: skip
 OF_PROCESS = (MAIN_THREAD, STACKS_FILE, BEAT_THREAD)
 """The slots that stay when the process of the page runs its next attempt."""
 # For each section: a name of 48 bytes, its longest interval, the number of intervals, its longest idle stretch.
@@ -141,6 +141,9 @@ class SharedPage:
     """The supervisor's answer to the process: the number of the attempt that it must run, -1 if it must end, or 0
     before the answer.
     """
+    watched = _Number(WATCHED)
+    """The pid of the process of a command that beats and handles the watchdog's signals in the place of the worker, or
+    0."""
     strike = _Number(STRIKE)
     """In the page of member 0: the number of the injected fault that another member must trigger now, plus 1. 0: none.
     That member sets it to 0 when it begins.

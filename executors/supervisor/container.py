@@ -326,6 +326,7 @@ class ContainerStarter:
             torch_threads=max(1, self._torch_threads // (1 if place is None else place.of)),
             gpu=self._gpu,
             page=page,
+            has_log_in_page=True,
             how=how,
             member=place,
             continue_as=functools.partial(self._continue, attempt, page, parent),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from executors.attempt.outcome import describe_end
 from executors.patience import ROUND
-from executors.process import Activity, activity, open_file_of
+from executors.process import Activity, activity, open_file_of, start_time
 from executors.replica.shared_page import ATOMIC_LIMIT_S, STEPS, SharedPage
 from executors.settings.policy import DEFAULT_START_S, HangLimits
 from executors.settings.run_spec import RunSpec
@@ -222,9 +222,9 @@ class Watchdog:
             if (left_s := limit.since + limit.soft_s - now) > 0:
                 self.next_look_at = now + min(LOOK_S, left_s, self._meter.every_s)
                 if now - page.beat > OLD_S - LOOK_S:
-                    self._measure(activity(self._pid))
+                    self._measure(activity(self._judged_pid))
                 return None
-            if (seen := activity(self._pid)) is not None and seen.is_traced:  # a user debugs the process
+            if (seen := activity(self._judged_pid)) is not None and seen.is_traced:  # a user debugs the process
                 self._floor = self._idle_since = now
                 self.next_look_at = now + min(LOOK_S, limit.soft_s)
                 return None
@@ -399,12 +399,13 @@ class Watchdog:
 
     def _ask_for_stacks(self) -> int | None:
         """Ask the rank to dump its stacks. Return the descriptor of the file. None: the rank cannot dump them."""
-        seen = activity(self._pid)
+        pid = self._judged_pid
+        seen = activity(pid)
         is_able = self._page.ready and self._page.stacks_file >= 0 and self._page.n_stacks < MAX_DUMPS
         if not is_able or (seen is not None and seen.is_stopped):
             return None
         try:
-            file = open_file_of(self._pid, int(self._page.stacks_file), STACKS_NAME)
+            file = open_file_of(pid, int(self._page.stacks_file), STACKS_NAME)
             if file is None:
                 return None  # the user's code has closed the file, and opened another under the same number
             os.ftruncate(file, 0)
@@ -413,17 +414,31 @@ class Watchdog:
         self._signal(STACKS_SIGNAL)
         return file
 
+    @property
+    def _judged_pid(self) -> int:
+        """The process that beats and handles the signals: the rank's, or one of its command that reports for it."""
+        pid = int(self._page.watched)
+        return pid if pid > 0 and start_time(pid) is not None else self._pid
+
     def _signal(self, number: int) -> None:
-        if self._page.ready:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, number)
+        if not self._page.ready:
+            return
+        pid = self._judged_pid
+        with contextlib.suppress(ProcessLookupError, OSError):
+            if pid != self._pid:
+                # It may have ended, and its pid may be another process's by now, which the signal would end.
+                file = open_file_of(pid, int(self._page.stacks_file), STACKS_NAME)
+                if file is None:
+                    return
+                os.close(file)
+            os.kill(pid, number)
 
     # -- the description of a rank without progress
     # ----------------------------------------------------------------------
 
     def _diagnosis(self) -> str:
         """Describe the activity of the rank instead of progress, as in "the main thread waits in a call"."""
-        seen, page = activity(self._pid), self._page
+        seen, page = activity(self._judged_pid), self._page
         if seen is not None and seen.is_stopped:
             return "stopped by SIGSTOP"
         if self._now - page.beat > OLD_S:

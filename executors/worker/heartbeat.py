@@ -87,7 +87,7 @@ class Heartbeat:
         _thread.start_new_thread(self._run, ())
 
     def _run(self) -> None:
-        if self._replica.page is not None and not self._is_speaker:
+        if self._replica.page is not None and (not self._is_speaker or self._replica.page.watched == os.getpid()):
             self._replica.page.heartbeat_thread = _thread.get_native_id()
         beaten_at = -BEAT_S
         copied_at = time.monotonic()

@@ -117,6 +117,8 @@ class Assignment:
     """How the attempt was started; see `Outcome`."""
     page: SharedPage | None = None
     """The memory that this process shares with its supervisor. None: there is none."""
+    has_log_in_page: bool = False
+    """True if the end of the output is only in the page, so that the output of a command must be copied into it."""
     member: MemberPlace | None = None
     """The number and the shared objects of this process in a replica of several processes. None: the replica has one
     process.
@@ -488,6 +490,9 @@ class _Worker:
         if commands is not None and isinstance(error, commands.CommandFailedError):
             if (page := self.replica.page) is not None and page.ending_at is not None:
                 return self._left(page)  # one of the command's processes has read that it must end
+            if page is not None and page.hang_raised_at and page.diagnosis:  # one of its processes hung
+                text = "\n".join(filter(None, (page.diagnosis, error.noted)))
+                return self._failed("hang", text, error.exit_code or 1, error_line=page.diagnosis)
             return self._failed(**commands.outcome_fields(error, self._assignment.output_tail))
         if isinstance(error, NoGpuError):
             return self._failed("start_failed", str(error), 1, fingerprint=fingerprint_of(error))
@@ -659,7 +664,8 @@ def _load(replica: Replica, stored: StoredTask, assignment: Assignment) -> funct
         # The GPU is not checked: the program may use another framework, or a torch of another environment.
         words = fill(list(command), own)
         replica.knows_rank = replica.knows_rank or "rank" in own.used
-        return functools.partial(run_command, words, replica)
+        copy = assignment.page.write_tail if assignment.page is not None and assignment.has_log_in_page else None
+        return functools.partial(run_command, words, replica, copy)
     function, args = stored.load(own)
     if assignment.gpu is not None:
         check_gpu(assignment.gpu)

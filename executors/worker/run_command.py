@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ RENDEZVOUS_OF_TORCHRUN = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "loca
 second replica on the machine cannot take.
 """
 FREE_PORT_SINCE = (2, 13)
+REST_S = 2.0  # the longest wait for the rest of the output of a command that has ended
+MAX_PART_BYTES = 64 << 10
 
 _asked_group: int | None = None
 
@@ -99,12 +102,13 @@ def asked_group() -> int | None:
     return _asked_group
 
 
-def run_command(words: Sequence[str], replica: Replica) -> None:
+def run_command(words: Sequence[str], replica: Replica, copy: Callable[[bytes], object] | None = None) -> None:
     """Run a command to its end. An exception in this thread, such as that of SIGTERM, asks the command to end first.
 
     Args:
         words: the command, with its placeholders replaced.
         replica: the replica.
+        copy: called with each part of the output, after it was printed. None, the default: a file has the output.
 
     Raises:
         CommandFailedError: the command cannot be started, or does not end with exit code 0.
@@ -115,17 +119,26 @@ def run_command(words: Sequence[str], replica: Replica) -> None:
     global _asked_group
     folder = Path(tempfile.mkdtemp(prefix="replicas-command-"))
     process: subprocess.Popen[bytes] | None = None
+    output = None if copy is None else CopiedOutput(copy)
     try:
         error_file = folder / "error.json"
         # A SIGTERM between the start of the child and the assignment would leave a command that gets no request to end.
         with replica.atomic():
             try:
                 # The command gets a session of its own, so that SIGTERM to its process group does not reach the worker.
-                process = subprocess.Popen(words, env=environment_of(error_file, replica), start_new_session=True)
+                process = subprocess.Popen(
+                    words,
+                    env=environment_of(error_file, replica),
+                    start_new_session=True,
+                    stdout=None if output is None else output.writer,
+                    stderr=None if output is None else output.writer,
+                )
             except OSError as error:
                 why = error.strerror or str(error)
                 raise CommandFailedError(words, None, None, f"{why} ({error.filename or words[0]})") from None
         code = process.wait()
+        if output is not None:
+            output.finish()
         if code != 0:
             raise CommandFailedError(words, code, read_error(error_file))
     except CommandFailedError:
@@ -138,7 +151,56 @@ def run_command(words: Sequence[str], replica: Replica) -> None:
             process.wait()  # the loop ends when the supervisor kills this process after the grace
         raise
     finally:
+        if output is not None:
+            output.finish()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+class CopiedOutput:
+    """A pipe for the output of a command. A thread prints the output, and passes a copy of it on.
+
+    Args:
+        copy: called with each part of the output.
+
+    Example:
+        CopiedOutput(page.write_tail).writer
+    """
+
+    def __init__(self, copy: Callable[[bytes], object]) -> None:
+        self._copy = copy
+        self._reader, self.writer = os.pipe()
+        self._is_open = True
+        self._thread = threading.Thread(target=self._run, name="replicas-output", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Close this process's end of the pipe, and wait for the rest of the output.
+
+        A process that the command left behind may keep its end open. So the wait is limited.
+        """
+        if self._is_open:
+            self._is_open = False
+            os.close(self.writer)
+            self._thread.join(REST_S)
+
+    def _run(self) -> None:
+        is_printed = True
+        while data := os.read(self._reader, MAX_PART_BYTES):
+            if is_printed:
+                # The service may have closed its end. The command continues, so its output is still read.
+                is_printed = _print_all(data)
+            self._copy(data)
+
+
+def _print_all(data: bytes) -> bool:
+    """Write bytes to stdout. Return False if that is closed."""
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[os.write(1, rest) :]
+    except OSError:
+        return False
+    return True
 
 
 def environment_of(error_file: Path, replica: Replica) -> dict[str, str]:
