@@ -307,7 +307,9 @@ class AttachedState:
         gap = step - self.step - (n_steps - self._n_steps)
         self.step, self._n_steps = step, n_steps
         self._missed += gap
-        if gap >= self._plan.steps_per_entry and len(self.things) > len(self._followers):
+        # One line for the replica: its other members have saved their states at the same step as the leader.
+        is_late = gap >= self._plan.steps_per_entry and self._member == 0
+        if is_late and len(self.things) > len(self._followers):
             now, own = self._begun_at + step, self._begun_at + step - self._missed
             log.warning(
                 "rank %s: DiLoCo %r continued at step %s, with attached state from step %s",
