@@ -215,9 +215,9 @@ class OutcomeRow(TypedDict):
     rank: int
     """The rank of the replica."""
     status: ReplicaStatus
-    """The status of its newest attempt."""
+    """The status of the replica's newest attempt."""
     exit_code: int | None
-    """The exit status of its process; minus the signal's number if a signal ended it. Null: not known."""
+    """The exit status of the replica's process; minus the signal's number if a signal ended it. Null: not known."""
     error: str | None
     """A traceback, or a sentence about the end. Null: the replica succeeded, or has not ended."""
     result: Any

@@ -150,11 +150,11 @@ class RestartDocument(TypedDict):
     restarts: int
     """The number of the replica's attempts that restart decisions started."""
     charged: int
-    """The number of restarts that count against its budget now."""
+    """The number of restarts that count against the replica's budget now."""
     left: int | None
     """The number of restarts that the budget still allows. Null: nothing restarts the replica."""
     next_at: float | None
-    """The time at which its next attempt is due, in Unix time. Null: none is due."""
+    """The time at which the next attempt is due, in Unix time. Null: none is due."""
     decision: DecisionDocument | None
     """The decision on the end of the replica's newest attempt. None: there is none. Null: there is none."""
 
@@ -201,7 +201,7 @@ class ReplicaDocument(RestartDocument):
     doing: str
     """The activity of the replica before its entrypoint runs, in a few words. Empty: none is known."""
     heartbeat_age_s: float | None
-    """The age of its last heartbeat, in seconds. Null: it has none, or has ended."""
+    """The age of the replica's last heartbeat, in seconds. Null: there is none, or the replica has ended."""
     reported: Mapping[str, float | None]
     """The numbers that the replica reported last, by name. Null: the number is not finite."""
     left_s: float | None
@@ -209,15 +209,15 @@ class ReplicaDocument(RestartDocument):
     note: str
     """The text of the column `note`. Empty: there is no note."""
     installation: InstallationDocument | None
-    """The progress of an installation in its container. Null: nothing is installed, or it is not known."""
+    """The progress of an installation in the replica's container. Null: nothing is installed, or it is not known."""
     reason: Reason | None
-    """The reason of its end. Null: success, or no end yet."""
+    """The reason of the attempt's end. Null: success, or no end yet."""
     exit_code: int | None
     """The exit status of its process; minus the signal's number if a signal ended it. Null: not known."""
     n_warnings: int
     """The number of warnings of this attempt."""
     unproven: bool
-    """True: the run is signed, and its key does not prove the outcome."""
+    """True: the run is signed, and the run's key does not prove the outcome."""
     member: int | None
     """The process that failed first, of a replica that has several. Null: the replica has one, or has not failed."""
     members: Sequence[MemberDocument]

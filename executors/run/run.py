@@ -427,9 +427,9 @@ class Run:
     def cancel(self, rank: Ranks = None) -> None:
         """Cancel one replica, several, or all replicas that still run. The other replicas are not changed.
 
-        When the call returns, local replicas have ended, and services have accepted to end the jobs of theirs. A
-        service may take longer to end a container. The call does not wait for a store that does not answer. It asks the
-        service all the same, and a line on stderr names the store.
+        When the call returns, local replicas have ended, and each service has accepted to end its jobs. A service may
+        take longer to end a container. The call does not wait for a store that does not answer. It asks the service all
+        the same, and a line on stderr names the store.
 
         A queue that has ended the replicas of a job may hold the job and start it again. The cancel of a whole run
         deletes such jobs as well, also if the run has ended.
