@@ -300,3 +300,15 @@ def test_the_outcome_of_a_command_in_a_container_has_the_end_of_its_output(site:
     assert outcome.headline.endswith("ended with exit code 7. It printed: Error: too few apples")
     assert out.startswith("x" * 100_000 + "\nError: too few apples\n")
     assert "xx\nError: too few apples\n" in outcome.output_tail
+
+
+def test_a_notice_ends_all_processes_of_a_replica_and_names_none_as_the_cause(site: StandaloneScene) -> None:
+    spec, process = site.start("waits", procs="2")
+    assert process.stdout is not None
+    assert sorted(process.stdout.readline() for _ in range(2)) == ["[1] waiting\n", "waiting\n"]
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 143
+    outcome = outcome_of(spec)
+    assert (outcome.reason, outcome.exit_code, outcome.notice, outcome.member) == ("signal", 143, "SIGTERM", None)
+    assert outcome.error == "Replica 0 of 1 was terminated by SIGTERM, not sent by `replicas`."
+    assert [end.exit_code for end in outcome.members] == [143, 143]
