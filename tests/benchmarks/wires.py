@@ -1,4 +1,6 @@
-"""Wires: what encoding costs a sender (W3), what decoding costs who reduces (W4), and the bytes of a round (W5)."""
+"""Wires: the cost of encoding for a sender (W3), the cost of decoding for a reducer (W4), and the bytes of a round
+(W5).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ LOSSY = ("bf16", "int8", "int4")
 
 
 def wires(options: Options) -> list[Comparison]:
-    """W3 to W5: one thread, against fp32."""
+    """W3 to W5: measured in one thread, compared with fp32."""
     n = 3 << 16 if options.quick else 32 << 20
     times = _in_a_process("time_wires", n_elements=n, repetitions=options.repetitions(15))
     goals = {"W3": {"int8": 1 / 0.4}, "W4": {"int8": 1 / 0.6, "int4": 1 / 0.45}}

@@ -1,4 +1,4 @@
-"""What a process of its own does in the benchmark of wires: encode and reduce, and count what a round moves."""
+"""The task of the process in the benchmark of wires: encode and reduce, and count the bytes of a round."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def time_wires(n_elements: int, repetitions: int) -> dict[str, dict[str, list[fl
 
 
 def _tasks(wire: Wire, n_elements: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return what packs a model as a sender does, and what adds one such payload as who reduces does."""
+    """Return two functions: one packs a model as a sender does, and the other adds such a payload as a reducer does."""
     model = flat(n_elements)
     (fragment,) = plan_fragments(model, 1, sync_buffers=False)
     anchor = model.get_parameter("flat").detach() + 0.01 * torch.randn(n_elements)
@@ -64,7 +64,7 @@ def _tasks(wire: Wire, n_elements: int) -> tuple[Callable[[], object], Callable[
 
 
 def bytes_of_a_round(n_elements: int, block_elements: int, rounds: int) -> dict[str, list[float]]:
-    """Return what all of 4 replicas move in a round, by wires."""
+    """Return the bytes that 4 replicas together move in a round, by wire."""
     limits = Limits(small_bytes=0, block_elements=block_elements)
     wires: dict[str, dict[str, Any]] = {
         "fp32": {},

@@ -1,4 +1,4 @@
-"""`replicas launch`: what runs, what is printed, and which exit code comes back."""
+"""`replicas launch`: the function that runs, the output, and the exit code."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The rules that keep the house in order: who may import whom, what importing costs, how long a file may be.
+"""The rules of the architecture: which files may import which, the cost of imports, and the names of records.
 
-One test a rule; each lists all that break it.
+Each rule has one test, which lists all files that break the rule.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ SDKS = {
     "wandb": "executors/view/report/trackers/wandb.py",
     "mlflow": "executors/view/report/trackers/mlflow.py",
 }
-STANDS_ALONE = "executors/shipping/bootstrap.py"  # runs where our packages are not yet
+STANDS_ALONE = "executors/shipping/bootstrap.py"  # this file runs before our packages are installed
 RUN_WITHOUT_US = (STANDS_ALONE, "executors/shipping/install_progress.py")
 SYSTEMS = "executors/process.py"
-"""The only file that calls what one operating system has and another lacks."""
+"""The only file that calls functions that some operating systems lack."""
 OF_ONE_SYSTEM = (
     *("sys.platform", "platform.system", "os.uname", "os.name"),
     *("os.pipe2", "os.pidfd_open", "signal.pidfd_send_signal", "os.memfd_create", "os.sched_getaffinity"),
@@ -61,7 +61,9 @@ SYSTEMS_ALLOWED = {
 TESTING = ("executors.testing", "diloco.testing")
 REPEATED = ("__init__.py", "__main__.py", "errors.py", "executor.py", "protocol.py", "settings.py")
 BORDER = ("executors.backend", "executors.registry.placements", "executors.registry.run_placements")
-"""The files that make a backend of what a user gives, and return it: only they know kinds of executors."""
+"""The files that make a backend from the user's executor, and return the executor. Only these files know kinds of
+executors.
+"""
 KINDS_OF_EXECUTORS = re.compile(r"Backend|PlacedBackend|Placements|ServerlessExecutor|\w+(Backend|Placements|Executor)")
 MAX_METHODS = 20
 ROOMS_COUNTED = (
@@ -94,7 +96,9 @@ def tree_of(path: Path) -> ast.Module:
 
 @cache
 def imports_of(path: Path, *, only_at_the_top: bool = False) -> frozenset[str]:
-    """The modules a file imports, as dotted names, also for the type checker alone; `from a import b` is a and a.b."""
+    """Return the modules that a file imports, as dotted names. Imports for the type checker count, and `from a import
+    b` is a and a.b.
+    """
     tree = tree_of(path)
     found: set[str] = set()
     for node in tree.body if only_at_the_top else ast.walk(tree):
@@ -112,7 +116,7 @@ def is_inside(name: str, *packages: str) -> bool:
 
 
 def arrows(files: Mapping[str, Path]) -> dict[str, set[str]]:
-    """Return for each file those of the others that it imports."""
+    """Return for each file the other files that it imports."""
     found = {}
     for name, path in files.items():
         imported = set(imports_of(path) & files.keys())
@@ -203,7 +207,7 @@ def test_no_backend_imports_another() -> None:
 
 
 def test_outside_of_the_border_no_code_asks_for_the_kind_of_an_executor() -> None:
-    """Code asks a backend a question instead, such as `backend.starts_single_ranks`."""
+    """Code asks the backend a question instead of checking its type, such as `backend.starts_single_ranks`."""
 
     offenders = []
     for name, path in files_of("executors").items():
@@ -219,7 +223,9 @@ def test_outside_of_the_border_no_code_asks_for_the_kind_of_an_executor() -> Non
 
 
 def test_one_flow_alone_starts_replicas() -> None:
-    """Every start holds a lease, keeps handles and is undone in the same way: it goes through `start_attempts`."""
+    """Every start takes a lease, keeps handles and is undone in the same way, because all starts use
+    `start_attempts`.
+    """
     callers = {
         name
         for name, path in files_of("executors").items()
@@ -331,7 +337,7 @@ def test_one_basename_has_one_role() -> None:
 
 
 def test_private_functions_take_seven_values_at_most() -> None:
-    """Four values that travel together are a thing with a name."""
+    """Four values that functions pass together become a class with a name."""
     offenders = []
     for name, path in files_of("executors", "diloco").items():
         for node in ast.walk(tree_of(path)):
@@ -342,7 +348,7 @@ def test_private_functions_take_seven_values_at_most() -> None:
 
 
 def test_the_name_of_a_record_is_written_in_one_file() -> None:
-    """Who needs a record asks a typed method, or takes the name from there."""
+    """Code that needs a record calls a typed method, or takes the record's name from that file."""
     names = {name for name in vars(record_names).values() if isinstance(name, str) and name.endswith(".json")}
     assert {"run.json", "started.json", "outcome.json", "heartbeat.json", "handle.json", "intent.json"} <= names
     offenders = []

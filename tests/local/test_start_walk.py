@@ -1,4 +1,4 @@
-"""A launch and a restart enter few enough files to be read."""
+"""A launch and a restart enter only a number of files that a reader can read."""
 
 from __future__ import annotations
 

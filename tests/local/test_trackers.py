@@ -1,4 +1,6 @@
-"""Trackers that get the numbers of replicas: the contract by a class of the tests' own, then the real ones."""
+"""Trackers that get the numbers of replicas: first a class of the tests that checks the contract, then the real
+trackers.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def noted(folder: Path, rank: int = 0, attempt: int = 0) -> list[dict[str, Any]]
 
 
 def name_of(run: Run) -> str:
-    """Return the name by which trackers tell a run from others of its id."""
+    """Return the name by which trackers distinguish runs with the same id."""
     return Tracked(run_id=run.run_id, launched_at=view_of(run).record.created_at, rank=0, world_size=1, attempt=0).run
 
 
@@ -212,7 +214,9 @@ def test_wandb_offline_has_the_numbers_of_each_attempt(local: LocalProcessExecut
 
 
 def records_of_wandb(data: bytes) -> Iterator[bytes]:
-    """Yield the records of an offline run, which W&B reads in no Python: a log as LevelDB's, in blocks of 32 KiB."""
+    """Yield the records of an offline run of W&B: a log in the format of LevelDB, in blocks of 32 KiB. W&B has no
+    reader in Python.
+    """
     at, whole = 7, b""
     while at + 7 < len(data):
         left = -at % 32768
