@@ -71,9 +71,11 @@ class DryRunDocument(TypedDict):
     usd_per_hour: float | None
     """The price of all replicas, in US dollars per hour. Null: not known."""
     run_record: dict[str, Any]
-    """The record of the run, as it would be stored."""
+    """The record of the run, as it would be stored. `settings` has one field for each setting, such as `procs`: the
+    number of processes of each replica, null for one."""
     task_record: dict[str, Any]
-    """The record of the task, as it would be stored."""
+    """The record of the task, as it would be stored. `entrypoint` names a function or script, or `command` has the words
+    of a command."""
     request: dict[str, Any]
     """The request to the backend. With several backends: a request for each, by name."""
 

@@ -468,6 +468,10 @@ def test_a_line_counts_warnings_and_shows_the_first_with_all_ranks_that_share_it
     assert [(row["rank"], row["text"]) for row in document["warnings"]] == [(0, "b"), (1, "a."), (2, "a.")]
     one = [FoundWarning(text="rank 2 takes no snapshots: x", at=1.0, rank=2, attempt=0)]
     assert describe_warnings(one, 1, "r") == "1 warning: rank 2 takes no snapshots: x; replicas events r"
+    logged = [FoundWarning(text="Rank 2: 1 inner step is dropped", at=1.0, rank=2, attempt=1)]
+    assert describe_warnings(logged, 1, "r") == "1 warning: Rank 2: 1 inner step is dropped; replicas events r"
+    both = [FoundWarning(text="Rank 2: x", at=1.0, rank=2), FoundWarning(text="Rank 2: x", at=1.0, rank=21)]
+    assert describe_warnings(both, 2, "r") == "2 warnings, the first: ranks 2, 21: Rank 2: x; replicas events r"
     assert RunStatus("run", "local", [ReplicaState(0, 0, ReplicaStatus.RUNNING)]).to_json()["warnings"] == []
 
 
