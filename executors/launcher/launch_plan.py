@@ -74,8 +74,8 @@ class DryRunDocument(TypedDict):
     """The record of the run, as it would be stored. `settings` has one field for each setting, such as `procs`: the
     number of processes of each replica, null for one."""
     task_record: dict[str, Any]
-    """The record of the task, as it would be stored. `entrypoint` names a function or script, or `command` has the words
-    of a command."""
+    """The record of the task, as it would be stored. `entrypoint` names a function or script. Without it, `command` has
+    the words of a command."""
     request: dict[str, Any]
     """The request to the backend. With several backends: a request for each, by name."""
 
