@@ -25,12 +25,17 @@ from torch.optim import swa_utils
 
 from diloco import DiLoCo
 from diloco.testing import run_replicas
+from docs.generate.pages import PAGES as FROM_CODE
 from executors import attach, launch, list_runs
 from executors.replica import Replica
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = [README, *(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in path.parts)]
+# A build of the site leaves pages made from the code in the same folder. They have no recipes, and other directives.
+BY_HAND = [
+    path for path in sorted((ROOT / "docs").rglob("*.md")) if str(path.relative_to(ROOT / "docs")) not in FROM_CODE
+]
+PAGES = [README, *(path.read_text() for path in BY_HAND if "_build" not in path.parts)]
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 PYTHON = [block.text for block in BLOCKS if block.language == "python"]
 SHELL = [re.sub(r"(?m)^\$ ", "", block.text) for block in BLOCKS if block.language in ("sh", "console")]
