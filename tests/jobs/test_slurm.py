@@ -221,9 +221,9 @@ def test_each_process_of_a_replica_has_a_core_unless_the_user_gives_another_numb
     assert "CPUs/Task=2" in job
     assert "NumTasks=1" in job
     assert found["REPLICA_MEMBERS"] == "2"
-    job = JobSpec(JobKey("s3://bucket/runs", "otter", 0, 0), ("true",), (), {}, {}, procs=2)
+    spec = JobSpec(JobKey("s3://bucket/runs", "otter", 0, 0), ("true",), (), {}, {}, procs=2)
     for options, cores in (({"cpus": 1}, "1"), ({"sbatch": ("--cpus-per-task=1",)}, "1"), ({"sbatch": ("-c1",)}, "1")):
-        started_as = SlurmExecutor(**options).service.start(job)
+        started_as = SlurmExecutor(**options).service.start(spec)
         assert f"CPUs/Task={cores}" in slurm.run("scontrol", "show", "job", f"{started_as['id']}_{started_as['task']}")
 
 
