@@ -230,7 +230,9 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     given = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
     placements = as_placements(given, request.settings.n)
     if request.settings.min_replicas is None and request.settings.gather_s != GATHER_S:
-        raise ValueError("gather_s= (--gather) waits for what min_replicas= can do without: give both.")
+        raise ValueError(
+            "gather_s= (--gather) has an effect only with min_replicas= (--min-replicas). Give both, or remove it."
+        )
     request = resolved(request)
     settings = request.settings
     rendezvous, timeout = request.rendezvous, settings.timeout

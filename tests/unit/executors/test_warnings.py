@@ -19,7 +19,7 @@ import pytest
 
 from executors.attempt import WARNED, Attempt, Beat
 from executors.attempt.outcome import MAX_FIRST, MAX_WARNINGS, encode_outcome, parse_outcome
-from executors.attempt.warning_record import MAX_CHARACTERS, KeptWarnings
+from executors.attempt.warning_record import MAX_CHARACTERS, RecordedWarnings
 from executors.errors import CorruptObjectError, ReplicasWarning, StoreError
 from executors.protocol import Outcome, ReplicaStatus, WarningCount
 from executors.replica import Replica
@@ -82,7 +82,7 @@ def test_a_text_is_kept_once_with_how_often_and_when_it_came(kept: Kept) -> None
         kept.log.add("the disk is full")
     kept.log.add("another")
     kept.log.write(is_last=True)
-    found = kept.attempt.find("warnings.json", KeptWarnings.parse)
+    found = kept.attempt.find("warnings.json", RecordedWarnings.parse)
     assert found is not None
     assert [(each.text, each.count, each.at, each.last_at) for each in found.warnings] == [
         ("the disk is full", 3, 1000.0, 1002.0),
@@ -103,7 +103,7 @@ def test_a_loop_that_warns_fills_neither_the_memory_nor_the_record(kept: Kept) -
     for number in range(5000):
         kept.log.add(f"\N{PILE OF POO}{number:04d}" * MAX_CHARACTERS, f"place {number}")
     kept.log.write(is_last=True)
-    found = kept.attempt.find("warnings.json", KeptWarnings.parse)
+    found = kept.attempt.find("warnings.json", RecordedWarnings.parse)
     assert found is not None
     assert len(found.warnings) == MAX_WARNINGS
     assert {len(each.text) for each in found.warnings[-10:]} == {MAX_CHARACTERS}
