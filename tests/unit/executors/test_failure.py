@@ -59,6 +59,14 @@ def test_the_place_is_the_last_of_the_users_own_lines(
     assert "json/decoder.py" in str(failure["error"]), "the whole way is in the traceback"
 
 
+def test_the_place_of_an_error_in_generated_code_is_the_line_of_the_file_that_called_it() -> None:
+    names: dict[str, Callable[[], None]] = {}
+    exec("import json\ndef made(): json.loads('none')", names)
+    with pytest.raises(ValueError, match="Expecting value") as raised:
+        names["made"]()
+    assert str(describe_failure(raised.value)["error_place"]).startswith("tests/unit/executors/test_failure.py:")
+
+
 def test_an_exception_of_no_one_has_no_place() -> None:
     failure = describe_failure(KeyboardInterrupt())
     assert (failure["error"], failure["error_line"], failure["error_place"]) == ("KeyboardInterrupt",) * 2 + (None,)
