@@ -80,8 +80,8 @@ def test_logs_cancel_and_rm_print_one_document(here: HereInstead, local: LocalPr
     run = launch(local, "job:hang", 2, run_id="mine")
     eventually(lambda: all("hanging" in run.logs(rank) for rank in (0, 1)))
     assert here.replicas("logs", "mine", "--json").json["replicas"] == [
-        {"rank": 0, "log": "hanging\n"},
-        {"rank": 1, "log": "hanging\n"},
+        {"rank": 0, "members": None, "log": "hanging\n"},
+        {"rank": 1, "members": None, "log": "hanging\n"},
     ]
     assert [row["rank"] for row in here.replicas("logs", "mine", "--json", "-r", 1).json["replicas"]] == [1]
     assert "Remove --json or --follow." in here.replicas("logs", "mine", "--json", "-f").stderr
