@@ -1,7 +1,7 @@
 """Gives each cell of a wide table the name of its column, which the style sheet shows on a narrow screen.
 
-There, the cells of a row stack. A row of two or three cells is read without help. In a row of four and more cells, a
-number has no meaning without its column.
+There, the cells of a row stack. A row of two or three cells is read without help, except in a table that compares: the
+head of its first column is empty. In a row of four and more cells, a number has no meaning without its column.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def with_column_names(body: str) -> str:
 
 def _named(table: str) -> str:
     names = [html.escape(html.unescape(re.sub(r"<[^>]+>", "", head)).strip()) for head in HEAD.findall(table)]
-    if len(names) < WIDE:
+    if len(names) < WIDE and (not names or names[0]):
         return table
 
     def named_row(row: re.Match[str]) -> str:

@@ -54,6 +54,8 @@ def test_each_cell_of_a_wide_table_names_its_column(site: Path) -> None:
     wide = page.rpartition("<table")[2]
     assert wide.count("<td") == wide.count('data-column="')
     assert 'data-column="inner_steps"' in wide
+    compares = (site / "how-to" / "multi-gpu.html").read_text(encoding="utf-8")
+    assert 'data-column="one replica for each machine"' in compares
     narrow = (site / "reference" / "exit-codes.html").read_text(encoding="utf-8")
     assert "data-column" not in narrow
 
