@@ -137,7 +137,7 @@ def install_command(extra: str) -> str:
         extra: the name of the extra in `pyproject.toml`, such as `modal`.
 
     Example:
-        install_command("modal")  # "pip install 'modal<2,>=1.6'"
+        install_command("modal")  # "pip install 'modal<2,>=1.6.3'"
     """
     import shlex
 

@@ -185,6 +185,8 @@ def test_progress_of_a_run_from_a_checkpoint_counts_the_trainers_steps(tmp_path:
 
 
 def test_a_schedule_that_is_stepped_by_a_metric_is_kept_and_not_followed(tmp_path: Path) -> None:
+    if "greedy" not in {each.value for each in transformers.SchedulerType}:
+        pytest.skip("this release of transformers has no such schedule")
     more: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": INNER, "metric_for_best_model": "loss"}
     one = trainer(tmp_path, MemoryStore(), lr_scheduler_type="greedy", **more)
     one.train()

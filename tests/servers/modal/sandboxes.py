@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from modal_proto import api_pb2
 
@@ -26,7 +27,8 @@ FAILURE = api_pb2.GenericResult.GENERIC_STATUS_FAILURE
 TIMEOUT = api_pb2.GenericResult.GENERIC_STATUS_TIMEOUT
 TERMINATED = api_pb2.GenericResult.GENERIC_STATUS_TERMINATED
 INIT_FAILURE = api_pb2.GenericResult.GENERIC_STATUS_INIT_FAILURE
-KERNEL_OOM_KILL = api_pb2.GenericResult.GENERIC_STATUS_KERNEL_OOM_KILL
+# Releases of the SDK before 1.6.3 have no name for it. The service sends the number all the same.
+KERNEL_OOM_KILL: Any = 10
 
 # With this program, even a test process that is killed leaves no sandboxes behind. It is part of util-linux, which
 # macOS does not have.

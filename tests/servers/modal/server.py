@@ -91,7 +91,11 @@ class ModalServer:
         finally:
             # there was no default client, and no credentials to make one
             with contextlib.suppress(modal.exception.AuthError):
-                modal.Client.from_env().close()
+                client: Any = modal.Client.from_env()
+                if hasattr(client, "close"):
+                    client.close()
+                else:  # before release 1.6.4: the default client is forgotten, and ends with this process
+                    type(client).set_env_client(None)
             for name in [name for name in os.environ if name.startswith("MODAL_")]:
                 del os.environ[name]
             os.environ.update(others)
