@@ -18,12 +18,13 @@ from pathlib import Path
 import pytest
 from support.floors import FLOORS
 
+from executors import process
 from executors.store import record_names
 
 ROOT = Path(__file__).parents[2]
 DILOCO_USES = (
     *("executors.store", "executors.replica", "executors.errors", "executors.attempt", "executors.patience"),
-    "executors.process",  # the one file that knows operating systems has memory that processes share
+    "executors.process",  # the one folder that knows operating systems has memory that processes share
 )
 SDKS = {
     "modal": "executors/backends/modal*.py",
@@ -37,8 +38,9 @@ SDKS = {
 }
 STANDS_ALONE = "executors/shipping/bootstrap.py"  # this file runs before our packages are installed
 RUN_WITHOUT_US = (STANDS_ALONE, "executors/shipping/install_progress.py")
-SYSTEMS = "executors/process.py"
-"""The only file that calls functions that some operating systems lack."""
+PROCESS_NAMES = process.__all__
+SYSTEMS = "executors/process/"
+"""The only folder that calls functions that some operating systems lack."""
 OF_ONE_SYSTEM = (
     *("sys.platform", "platform.system", "os.uname", "os.name"),
     *("os.pipe2", "os.pidfd_open", "signal.pidfd_send_signal", "os.memfd_create", "os.sched_getaffinity"),
@@ -50,7 +52,6 @@ OF_ONE_SYSTEM = (
 OF_LINUX = ("/proc/", "/sys/fs/", "/dev/shm", "prctl")
 SYSTEMS_ALLOWED = {
     ("executors/worker/probe.py", "platform.system"): "doctor prints the name of the system",
-    ("executors/supervisor/activity.py", "/proc/"): "measures for a supervisor, which needs Linux; one idea, one file",
     (
         "executors/worker/chaos.py",
         "/sys/fs/",
@@ -246,7 +247,7 @@ def test_an_sdk_is_imported_by_its_own_adapter_alone_and_lazily() -> None:
     assert offenders == []
 
 
-def test_one_file_alone_knows_operating_systems() -> None:
+def test_one_folder_alone_knows_operating_systems() -> None:
     found = set()
     for path in files_of("executors", "diloco").values():
         where = str(path.relative_to(ROOT))
@@ -256,7 +257,28 @@ def test_one_file_alone_knows_operating_systems() -> None:
                 found |= {(where, name)} if name in OF_ONE_SYSTEM else set()
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
                 found |= {(where, part) for part in OF_LINUX if node.value.startswith(part)}
-    assert {each for each in found if each[0] != SYSTEMS} <= SYSTEMS_ALLOWED.keys(), "put the call into that file"
+    assert {each for each in found if not each[0].startswith(SYSTEMS)} <= SYSTEMS_ALLOWED.keys(), "put the call there"
+
+
+def test_each_system_has_a_file_with_the_same_functions_and_facts() -> None:
+    """A caller never asks which system it runs on: it calls a function, or asks for a fact such as `CAN_FORK`."""
+
+    def offered(name: str) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for node in tree_of(ROOT / SYSTEMS / name).body:
+            if isinstance(node, ast.FunctionDef):
+                # The folders of Linux's control groups have defaults, which tests replace.
+                found[node.name] = [each.arg for each in node.args.args if each.arg not in ("root", "own")]
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                found[getattr(target, "id", "_")] = []
+        facade = {name for name in PROCESS_NAMES if name in found}
+        return {name: parameters for name, parameters in found.items() if name in facade}
+
+    linux = offered("linux.py") | offered("linux_activity.py")
+    linux["take_sample"] = ["now", "ignored_threads"]
+    assert linux == offered("macos.py")
+    assert len(linux) > 50
 
 
 def test_on_windows_importing_and_the_command_say_one_sentence() -> None:
