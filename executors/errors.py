@@ -50,7 +50,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ` Did you mean 'z'?` with the most similar known name, or an empty text if no name is similar."""
-    import difflib  # here, because few commands need it
+    import difflib  # imported only here, because few commands need the module
 
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""

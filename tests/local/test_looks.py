@@ -42,7 +42,7 @@ def _small_server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def bucket(_small_server: S3Server, s3: S3Server) -> S3Server:
-    """A bucket that counts its requests; credentials for it come with the other."""
+    """A bucket that counts its requests. The fixture of the other bucket sets the credentials."""
     _small_server.empty()
     return _small_server
 

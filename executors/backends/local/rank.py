@@ -108,7 +108,9 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
         if launch.spec.supervised_restarts is None:
             ranks.task = None  # frees memory; a rank that starts later reads the task again
         gc.freeze()
-        gc.enable()  # each request to a bucket leaves a cycle of objects, which would be gigabytes after weeks
+        # each request to a bucket leaves a cycle of objects; without collections, these would take gigabytes after
+        # weeks
+        gc.enable()
         supervisor.run()
         code = 0
     finally:
