@@ -23,7 +23,7 @@ import pytest
 from support.hanging import COMPUTES, HANGS, SHORT, Watched, kill, start, watch
 
 from executors import LocalProcessExecutor, current_replica, launch
-from executors.process import activity
+from executors.process import HANG_SIGNAL, activity
 from executors.replica import Replica
 from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
@@ -337,7 +337,7 @@ def test_a_helper_that_a_rank_forks_is_not_watched() -> None:
         pid = os.fork()
         if pid == 0:
             replica.progress(kept=True)
-            os._exit(0 if signal.getsignal(signal.SIGRTMIN + 6) is signal.SIG_DFL else 1)
+            os._exit(0 if signal.getsignal(HANG_SIGNAL) is signal.SIG_DFL else 1)
         assert os.waitpid(pid, 0)[1] == 0
 
     rank = start(fork_a_helper, "off")

@@ -49,7 +49,7 @@ def all_end(pids: list[int]) -> None:
 
 def test_a_signal_is_named_with_its_number_and_the_last_output_is_kept(local: LocalProcessExecutor) -> None:
     numbers = [int(number) for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGUSR1, signal.SIGHUP)]
-    numbers.append(signal.SIGRTMIN + 7)  # this signal has no name
+    numbers.append(41)  # this signal has no name
     n = len(numbers)
 
     def entrypoint() -> None:

@@ -109,7 +109,7 @@ class Scene:
         spec = run_spec("run", "s3://bucket", "", self.n, tuple(range(self.n)))
         self.ranks = NoProcesses()
         self.supervisor = Supervisor(
-            spec, self.ranks, max_parallel=n, timeout_s=None, term_grace_s=5.0, launcher_pidfd=None
+            spec, self.ranks, max_parallel=n, timeout_s=None, term_grace_s=5.0, launcher_end=None
         )
         self.running = [Attempt(self.store, "run", rank) for rank in range(n)]
         for attempt in self.running:
