@@ -1,4 +1,4 @@
-"""The values that systems measure of processes, and the error of a means that a system does not have."""
+"""The values that systems measure of processes, and the error for a call that a system does not have."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class ActivitySample:
 
 
 def not_here(system: str, call: str, number: int = errno.ENOSYS) -> OSError:
-    """Return the error of a function whose means a system does not have.
+    """Return the error of a function that needs a system call that this system does not have.
 
     Args:
         system: the name of the system.
-        call: the name of the means.
+        call: the name of the system call.
         number: the number of the error. Default ENOSYS.
 
     Example:

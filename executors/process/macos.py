@@ -103,7 +103,7 @@ def start_time(pid: int) -> int | None:
 
 
 def _start_time(pid: int) -> int | None:
-    """Return the same.
+    """Return the start time of a process, like `start_time`. None: it has ended, or is a zombie.
 
     Raises:
         OSError: `ps` cannot be run here.
@@ -635,7 +635,7 @@ def _closure(living: Mapping[int, tuple[Any, int]], roots: set[int], marks: Coll
 def _session_of(pid: int) -> int:
     try:
         return os.getsid(pid)
-    except OSError:  # it has ended, or the system does not tell
+    except OSError:  # the process has ended, or the system does not report it
         return -1
 
 
@@ -673,7 +673,7 @@ def cpu_quotas() -> list[float]:
 
 
 def killed_for_memory(pid: int, since: float) -> bool | None:
-    """Return None, because macOS does not tell why a process was killed.
+    """Return None, because macOS does not report why a process was killed.
 
     Args:
         pid: the process.

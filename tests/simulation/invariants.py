@@ -65,7 +65,7 @@ class Process:
     """True if it left because it had applied all entries of its scenario."""
 
     def is_here(self, at_s: float) -> bool:
-        """Return True if it took part at a time."""
+        """Return True if the process took part in the run at this time."""
         return self.here_s is not None and self.here_s <= at_s and (self.ended_s is None or self.ended_s > at_s)
 
 

@@ -103,7 +103,7 @@ def wrapped(model: nn.Sequential, kind: str) -> nn.Module:
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """Return a tensor as one process has it."""
+    """Return all values of a tensor, also if it is sharded over the members."""
     found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found.detach().clone()
 

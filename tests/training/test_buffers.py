@@ -124,7 +124,7 @@ def test_a_model_without_statistics_is_warned_of_nothing() -> None:
 
 
 class Shuffled(nn.Linear):
-    """Reads its inputs in its own order, through a mask."""
+    """A layer that reads its inputs in an order of its own, and through a mask."""
 
     def __init__(self, n: int, seed: int) -> None:
         super().__init__(n, n)
@@ -229,7 +229,7 @@ def test_a_write_to_a_large_table_of_whole_numbers_is_kept() -> None:
         model.packed = first
         first.data = first + 2
         assert new_buffers().keys() == {"packed"}
-        with torch.inference_mode():  # whose tensors have no version
+        with torch.inference_mode():  # tensors of this mode have no version
             model.packed = torch.zeros(LARGE + 1, dtype=torch.int32)
             assert not new_buffers()
             model.packed[7] = 1

@@ -292,7 +292,7 @@ def test_a_process_that_joins_later_starts_from_a_snapshot_and_counts_from_its_s
             diloco._workers.uploads.finish()
             go_on.set()
             joined.wait()
-            while not diloco.is_over:  # however many rounds the others have before the machine lets it in
+            while not diloco.is_over:  # on a slow machine, there are many rounds before the late replica is in
                 report = diloco.step()
                 if report is not None:
                     ranks.append(report.ranks)

@@ -26,7 +26,7 @@ from executors.testing.helpers import environment
 
 SHARDED = Limits(small_bytes=0, block_elements=16)
 """Cuts even a tiny payload into shards."""
-# Staggered fragments end with steps that no round has averaged, where nobody says how many steps there are.
+# If no total of steps is given, staggered fragments end with steps that no round has averaged.
 pytestmark = pytest.mark.filterwarnings("ignore:.* in no average")
 PAPER: dict[str, Any] = {"momentum_warmup": 0, "final_average": False}
 
@@ -359,9 +359,9 @@ for name, mean_name in DEFAULT_MEAN_WIRE.items():
 
 
 def test_all_processors_come_to_the_same_bits() -> None:
-    """Torch and numpy use other code on each processor.
+    """Torch and numpy use different code on different processors.
 
-    In this test they may not use some instructions of this processor.
+    This test forbids them some instructions of this processor.
     """
     numpy = import_module("numpy._core._multiarray_umath")
     every = " ".join(name for name in numpy.__cpu_dispatch__ if numpy.__cpu_features__[name])

@@ -393,7 +393,7 @@ def test_a_wrapper_is_named_even_if_variables_lead_to_more_objects_than_are_look
 
 
 def test_a_search_in_a_test_does_not_go_through_all_tests_of_the_session(request: pytest.FixtureRequest) -> None:
-    """A fixture of the module leads to the session, and a session of 5,000 tests to more objects than are searched."""
+    """A fixture refers to the session, which refers to 5,000 tests. That is more than the search may visit."""
     assert not [thing for thing in reachable_objects() if thing is request.session or thing is request.config]
 
 
@@ -426,7 +426,7 @@ def test_the_test_of_a_suspicion_leaves_parameters_as_they_were_but_for_rounding
 def test_a_step_of_another_models_optimizer_with_layers_of_the_same_shape_moves_no_value() -> None:
     """For example, a discriminator makes a step between a generator's forward and backward pass.
 
-    Autograd would refuse the gradient.
+    If the search moved a value of the generator there, autograd would refuse the gradient.
     """
     generator, discriminator = nn.Linear(64, 64), nn.Linear(64, 64)
     stale = StaleCopies(generator, plan_fragments(generator, 1, sync_buffers=None))
@@ -451,7 +451,7 @@ def test_a_step_of_another_models_optimizer_with_layers_of_the_same_shape_moves_
 
 
 def test_a_step_of_one_of_two_optimizers_moves_no_value_that_the_other_steps() -> None:
-    """As in a GAN whose networks are in one DiLoCo: the generator's values are still needed for gradients."""
+    """In a GAN with one DiLoCo for both networks, the generator's values are still needed for gradients."""
     gan = nn.ModuleDict({"generator": nn.Linear(64, 64), "discriminator": nn.Linear(64, 64)})
     stale = StaleCopies(gan, plan_fragments(gan, 1, sync_buffers=None))
     optimizers = [torch.optim.SGD(gan[name].parameters(), 0.1) for name in ("discriminator", "generator")]

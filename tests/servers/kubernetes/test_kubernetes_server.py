@@ -41,7 +41,7 @@ class Asker:
         self._namespace = namespace
 
     def fill(self, text: str) -> str:
-        """Return a text with the names of this asker in it."""
+        """Replace the placeholders in a text by this asker's names."""
         return text.replace("{name}", self.name).replace("{ns}", self._namespace)
 
     def ask(self, method: str, path: str, body: str | None = None, changes: Mapping[str, Any] | None = None) -> Any:

@@ -37,7 +37,7 @@ ENDS_WITH_THE_SERVER = [setpriv, "--pdeathsig", "KILL"] if (setpriv := shutil.wh
 
 @dataclasses.dataclass(frozen=True)
 class LogEntry:
-    """The output of a process, as the vendor keeps it: never more than a line, perhaps less."""
+    """A piece of the output of a process, as the vendor keeps it: a line, or a part of a line."""
 
     timestamp_ns: int
     file_descriptor: int
@@ -81,7 +81,7 @@ class Sandbox:
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs that it has."""
+        """The number of GPUs of the sandbox."""
         return int(self.definition.resources.gpu_config.count)
 
     def start(self, bin_folder: Path) -> None:

@@ -201,7 +201,7 @@ def test_invalid_values_are_refused_by_name(job: dict, given: dict, problem: str
 
 @given(job=JOBS, wire=NAMES, factor=st.floats(1, 1e4))
 def test_a_better_link_never_makes_rounds_longer(job: Workload, wire: str, factor: float) -> None:
-    """For one wire: with more room the planner goes back from int4 to int8, whose rounds may be longer."""
+    """The test keeps the wire. Otherwise, a better link could change int4 to int8, whose rounds may be longer."""
     link = job.link
     faster = Link(up=link.up * factor, down=link.down * factor, latency_s=link.latency_s / factor)
     slow, fast = choose(job, wires=(wire,)), choose(replace(job, link=faster), wires=(wire,))

@@ -28,7 +28,7 @@ def inner(text):
 
 
 def failure_of(file: str) -> dict[str, str | None]:
-    """Return the failure of code in a file that fails in a library that it calls."""
+    """Return the failure of code in a file. The code calls a library, which raises the error."""
     names: dict[str, object] = {}
     exec(compile(SOURCE, file, "exec"), names)
     try:

@@ -104,7 +104,7 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[tuple[Life, Work]]]:
         events: dict[int, Any] = {
             rank: draw(st.sampled_from([*["counted"] * 6, "carried", "dropped", "killed", "sent"])) for rank in trainers
         }
-        events[min(trainers)] = "counted"  # some replica reads the seal
+        events[min(trainers)] = "counted"  # at least one replica must read the seal
         for rank in trainers:
             trainers[rank].train(steps_s)
         wait_s = draw(st.sampled_from([0.0, 2.0]))

@@ -1,4 +1,4 @@
-"""How many cores a process may use: by affinity, control groups, and what its service says."""
+"""How many cores a process may use: by affinity, control groups, and a variable that its service sets."""
 
 from __future__ import annotations
 

@@ -288,9 +288,9 @@ def test_a_file_that_cannot_be_read_is_named(root: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv(f"GIT_{name}", value)
     root = shutil.copytree(root, Path(tempfile.mkdtemp()) / "work")  # a new session of pytest closes its own to others
     root.parent.chmod(0o755)
-    snapshot_workspace(root)  # all that is imported is
+    snapshot_workspace(root)  # before seteuid, so that all imports are done
     (root / locked).chmod(0)
-    if is_root := os.geteuid() == 0:  # who can read every file
+    if is_root := os.geteuid() == 0:  # root can read every file
         os.seteuid(NOBODY)
     try:
         with pytest.raises(EntrypointError, match=rf"cannot be packed.*Permission denied.*{locked}"):
