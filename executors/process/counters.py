@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 POLL_NS = 500_000
-"""A thread whose turns on a processor are shorter than this polls. One that computes uses its turns of some ms."""
+"""A thread whose turns on a processor are shorter than this polls. A thread that computes has turns of some ms."""
 
 
 class Activity(NamedTuple):
@@ -20,7 +20,7 @@ class Activity(NamedTuple):
     """Whether a debugger is attached."""
     cpu_s: float
     is_runnable: bool = False
-    """Whether its main thread runs, or waits for a processor."""
+    """Whether the main thread of the process runs, or waits for a processor."""
 
 
 class ThreadTimes(NamedTuple):
@@ -29,9 +29,9 @@ class ThreadTimes(NamedTuple):
     run_ns: int
     """Nanoseconds on a processor."""
     wait_ns: int
-    """Nanoseconds in which it could have run, and waited for a processor."""
+    """Nanoseconds in which the thread could have run, and waited for a processor."""
     n_turns: int
-    """How often it was given a processor."""
+    """The number of turns that the thread had on a processor."""
 
     def since(self, before: ThreadTimes) -> ThreadTimes:
         return ThreadTimes(self.run_ns - before.run_ns, self.wait_ns - before.wait_ns, self.n_turns - before.n_turns)

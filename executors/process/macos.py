@@ -84,7 +84,7 @@ class _Known(NamedTuple):
 
 
 _known: dict[int, _Known] = {}
-"""By pid, the processes that were asked for before. psutil answers for them in microseconds, and `ps` in 10 ms."""
+"""By pid, the processes that were looked up before. psutil checks them in microseconds, and `ps` would take 10 ms."""
 
 
 def start_time(pid: int) -> int | None:

@@ -173,7 +173,7 @@ def three_of_ten_steps_tell_how_long_ten_take() -> None:
     for _ in range(3):
         now[0] += phase_s / 10
         phase.count_step()
-        now[0] += 5.0  # the rendezvous' own time is not counted
+        now[0] += 5.0  # the time of a round does not count as phase
         phase.start_training_clock()
     assert phase.phase_s == pytest.approx(phase_s)
     phase.advance_in_phase(1, 0.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # used by the optimizers; it takes seconds, so it is imported once, before the forks
+import torch._dynamo  # optimizers import it, which takes seconds, so this process imports it before the forks
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor

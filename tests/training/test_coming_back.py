@@ -91,7 +91,7 @@ def test_a_restarted_replica_continues_as_if_it_had_never_died(died_at: int, n_f
     second.diloco.close()
     if n_fragments == 1:
         assert losses == expected
-    else:  # live parameters between two rounds are anchor - (anchor - live): the last bit may differ
+    else:  # restored parameters are anchor - (anchor - live), so the last bit may differ
         assert losses == pytest.approx(expected, rel=1e-4)
     for name, value in whole.diloco.anchor().items():
         torch.testing.assert_close(second.diloco.anchor()[name], value, rtol=1e-4, atol=1e-5)

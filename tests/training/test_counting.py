@@ -130,7 +130,7 @@ def test_work_that_a_seal_counted_after_a_state_was_saved_does_not_return_in_the
 
     def dying(where: Mapping[str, Any]) -> None:
         train_until(3, *begin(where))
-        del _claimed["memory://", "test", 0, os.getpid()]  # from here on as another process
+        del _claimed["memory://", "test", 0, os.getpid()]  # from here on, the next attempt counts as another process
         died.set()
         gone_on.wait()
         model, diloco = begin(where)

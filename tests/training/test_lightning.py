@@ -198,7 +198,7 @@ def test_a_checkpoint_has_the_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_given_again", [True, False])
 def test_a_replica_of_a_run_that_began_from_a_checkpoint_comes_back(tmp_path: Path, is_given_again: bool) -> None:
     set_current_replica(replica_of("before"))
-    _, _, trainer = fit(MemoryStore(), plain_loader(), folder=tmp_path, max_steps=13)  # an epoch
+    _, _, trainer = fit(MemoryStore(), plain_loader(), folder=tmp_path, max_steps=13)  # one epoch
     trainer.save_checkpoint(tmp_path / "it.ckpt")
     begins: dict[str, Any] = {"folder": tmp_path, "ckpt_path": tmp_path / "it.ckpt", "max_steps": 29}
     replica = replica_of("another")
@@ -220,7 +220,7 @@ def test_a_replica_of_a_run_that_began_from_a_checkpoint_comes_back(tmp_path: Pa
 
 
 def test_a_rank_that_comes_back_with_its_checkpoint_of_a_later_epoch_trains_to_the_end(tmp_path: Path) -> None:
-    more: dict[str, Any] = {"folder": tmp_path, "max_steps": -1, "max_epochs": 3, "snapshot_every": 5}  # of 13 steps
+    more: dict[str, Any] = {"folder": tmp_path, "max_steps": -1, "max_epochs": 3, "snapshot_every": 5}  # 13 steps each
     store = MemoryStore()
     keeper = lightning.callbacks.ModelCheckpoint(tmp_path, filename="it", every_n_train_steps=26)
     fit(store, plain_loader(), dies_at=29, also=[keeper], **more)
@@ -308,7 +308,7 @@ def test_ranks_that_start_together_log_to_folders_of_their_own(tmp_path: Path, k
     makes = getattr(lightning.loggers, kind)
     folders = []
     for rank in (0, 1):
-        logger: Any = True if is_default else makes(tmp_path, version=0)  # both have found no version
+        logger: Any = True if is_default else makes(tmp_path, version=0)  # no logger found an older version
         trainer = fit_as(rank, tmp_path, logger, also=[Logs()])
         folders.append(Path(trainer.log_dir).relative_to(tmp_path))
         assert any((tmp_path / folders[-1]).iterdir())

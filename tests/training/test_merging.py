@@ -182,7 +182,7 @@ def test_work_that_waits_too_long_is_given_up_once_and_with_a_warning(
     assert set(model.weight.flatten().tolist()) == {1.0 if carry_rounds is None else 0.0}
     assert len(warnings) == (carry_rounds is not None), warnings
     if carry_rounds is not None:
-        rounds = f"{carry_rounds} round{'s' * (carry_rounds > 1)}"  # no warning says that this replica is slow
+        rounds = f"{carry_rounds} round{'s' * (carry_rounds > 1)}"  # there is no warning of a slow replica
         (warning,) = warnings
         assert warning.endswith(
             f"dropped because no mean of {rounds} counted it: they arrived after the round was decided. "
@@ -221,7 +221,7 @@ def test_work_that_was_sent_for_an_entry_that_was_jumped_over_goes_with_the_next
     nudge(model, 1.0)
     state.hold(0, is_early=True)
     before = state.anchors_now()
-    state.anchors[0] += 5.0  # the value that a later snapshot has
+    state.anchors[0] += 5.0  # as if a later snapshot was loaded
     state.follow(before, [Verdict.KEPT], partly=None)
     state.prepare_merge()
     state.merge()

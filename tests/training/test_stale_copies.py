@@ -339,7 +339,7 @@ def test_a_loss_that_one_step_minimizes_undoes_each_merge_and_is_not_a_copy(inne
 
     for value, is_trusted in run_replicas(2, body):
         assert value == pytest.approx(1.5)
-        assert is_trusted  # from then on nothing is compared
+        assert is_trusted  # so no later step is compared
 
 
 @pytest.mark.parametrize("inner_steps", [1, 2])
@@ -362,7 +362,7 @@ def test_an_honest_optimizer_that_computes_gradients_in_its_step_or_steps_in_the
 
         def closure() -> Any:
             model.zero_grad()
-            model(torch.ones(1, 64))  # its backward pass would refuse weights that have changed
+            model(torch.ones(1, 64))  # a backward pass would refuse changed weights
             loss = sum((p - t).square().sum() for p, t in zip(model.parameters(), targets, strict=True))
             torch.autograd.backward(loss + 0 * model(torch.ones(1, 64)).sum())
             return loss
@@ -370,7 +370,7 @@ def test_an_honest_optimizer_that_computes_gradients_in_its_step_or_steps_in_the
         for _ in range(8 * inner_steps):
             closure() if fused else optimizer.step(closure)
             if diloco.step() is not None and kind == "lbfgs":
-                optimizer.state.clear()  # its history is from before the round, which causes a warning
+                optimizer.state.clear()  # a history from before the round causes a warning
         value = float(diloco.anchor()["0.weight"].mean())
         leave(diloco)
         return value
@@ -536,7 +536,7 @@ def test_an_average_made_before_the_diloco_is_warned_of_and_takes_the_anchor_whe
     told = run_replicas(2, body)
     assert [away for _, away, _ in told] == [0.0, 0.0]
     first, second = sorted(message for message, _, _ in told)
-    assert first == ""  # the values of this replica became the anchor
+    assert first == ""  # this replica's values became the first anchor
     assert "and 2 more as it was before the first anchor, like an EMA made too early" in second
     assert "diloco.average_also()" in second
 

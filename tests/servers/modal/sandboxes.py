@@ -27,7 +27,7 @@ FAILURE = api_pb2.GenericResult.GENERIC_STATUS_FAILURE
 TIMEOUT = api_pb2.GenericResult.GENERIC_STATUS_TIMEOUT
 TERMINATED = api_pb2.GenericResult.GENERIC_STATUS_TERMINATED
 INIT_FAILURE = api_pb2.GenericResult.GENERIC_STATUS_INIT_FAILURE
-# Releases of the SDK before 1.6.3 have no name for it. The service sends the number all the same.
+# Releases of the SDK before 1.6.3 have no name for this number, and the service sends it all the same.
 KERNEL_OOM_KILL: Any = 10
 
 # With this program, even a test process that is killed leaves no sandboxes behind. It is part of util-linux, which

@@ -89,7 +89,7 @@ class ModalServer:
         try:
             yield
         finally:
-            # there was no default client, and no credentials to make one
+            # Raised if there was no default client, and no credentials to make one.
             with contextlib.suppress(modal.exception.AuthError):
                 client: Any = modal.Client.from_env()
                 if hasattr(client, "close"):
@@ -272,7 +272,7 @@ def modal_server() -> Iterator[ModalServer]:
         finally:
             server._loop.call_soon_threadsafe(server._loop.stop)
             thread.join(timeout=30)
-            with warnings.catch_warnings():  # from a connection that was made while the loop ended
+            with warnings.catch_warnings():  # a connection that was made while the loop ended warns
                 warnings.simplefilter("ignore", ResourceWarning)
                 gc.collect()
     assert not thread.is_alive(), "the server has not stopped"

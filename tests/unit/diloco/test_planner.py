@@ -123,7 +123,7 @@ def test_the_sums_are_of_all_replicas_rounds_and_fragments() -> None:
     assert 8 * 400 * (plan.up + plan.down) == pytest.approx(12.2e12, rel=0.01)
     assert plan.egress_usd(PRICES["s3"], 400) == pytest.approx(667, abs=1)
     requests = 400 * 2 * 8 * (4 * 5e-6 + (25 + 14 + plan.round.down / 2**23) * 0.4e-6)
-    snapshots = 80 * (1 + 155) * 5e-6  # snapshots of 10.4 GB after every tenth entry
+    snapshots = 80 * (1 + 155) * 5e-6  # a snapshot of 10.4 GB after every tenth entry
     assert plan.requests_usd(PRICES["s3"], 400) == pytest.approx(requests + snapshots)
     assert plan.egress_usd(PRICES["r2"], 400) == plan.requests_usd(Prices(), 400) == 0
 
@@ -305,7 +305,7 @@ DILOCO = {
     (671e9, 20, 300): (1.7, 6.2, 13.3, 28.1, 126.5),
 }
 OVERLAPPED = {
-    # (…, fragments with the embedding's, bits of a value): one step of overlap; 2501.18512, table 4
+    # (…, fragments including the one of the embedding, bits of a value): one step of overlap; 2501.18512, table 4
     (1e9, 0.1, 99, 9, 16): (1.4, 4.3, 6.2, 9.1, 11.0),
     (1e9, 0.1, 99, 9, 4): (0.4, 0.9, 1.7, 2.0, 3.0),
     (10e9, 0.8, 85, 17, 16): (1.7, 3.6, 5.2, 6.2, 7.5),

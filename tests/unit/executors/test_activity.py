@@ -109,7 +109,7 @@ WAITING = {
 @pytest.mark.parametrize("code", WORK.values(), ids=WORK)
 def test_work_is_active(code: str, sink: int, tmp_path: object) -> None:
     with process(code, str(sink), f"{tmp_path}/file") as pid:
-        usage_of(pid)  # its work at the start
+        usage_of(pid)  # leaves out the work of the start
         assert usage_of(pid).is_active
 
 

@@ -193,7 +193,7 @@ def test_a_pickle_that_was_replaced_is_not_opened(cloud: Cloud, workspace: Path,
     spec = ship(shared, workspace, lambda: "ran")
     evil = f"cbuiltins\nexec\n(S{EVIL!r}\ntR.".encode()
     open_store(shared).put("otter/task/callable.pkl", evil)
-    code, out, _ = ended(cloud.start(spec))  # the worker's two streams are one
+    code, out, _ = ended(cloud.start(spec))  # the worker writes stdout and stderr into one stream
     outcome = outcome_of(spec)
     assert (code, outcome.status, outcome.reason) == (1, "failed", "exception")
     assert "'otter/task/callable.pkl'" in str(outcome.error)
@@ -439,7 +439,7 @@ def test_without_boto3_the_version_of_the_launcher_is_installed_first(
         folder.mkdir()
     dependencies = next(cloud.python.parent.parent.rglob("dependencies.pth"))
     (only_pip / "pip").symlink_to(Path(dependencies.read_text().splitlines()[0]) / "pip")
-    # pip is offline, so it finds this boto3, which imports the one that is installed here.
+    # pip is offline, so it finds the boto3 in this file, which then imports the installed boto3.
     here = f"sys.path[:0] = {dependencies.read_text().splitlines()!r}"
     ours = version("boto3")
     for name, found, requires in (("boto3", ours, "botocore"), ("botocore", "1.0", "")):

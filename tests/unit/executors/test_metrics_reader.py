@@ -313,7 +313,7 @@ def test_at_a_bucket_each_object_is_asked_for_once_and_many_at_a_time(monkeypatc
     def counted(key: str, **part: Any) -> memoryview:
         asked.append(key)
         if "/metrics/" in key:
-            both.wait(30)  # a second read is running
+            both.wait(30)  # until a second read runs at the same time
         return get(key, **part)
 
     monkeypatch.setattr(scene.store, "get", counted)

@@ -544,7 +544,7 @@ class TaskOf:
 @pytest.fixture
 def with_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trained_alone, "_made_optimizer", lambda: True)
-    monkeypatch.setattr(trained_alone, "sys", SimpleNamespace(modules={}))  # this file names the variable
+    monkeypatch.setattr(trained_alone, "sys", SimpleNamespace(modules={}))  # hides this file, which names REPLICA_RANK
 
 
 @pytest.mark.usefixtures("with_optimizer")
