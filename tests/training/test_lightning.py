@@ -176,7 +176,7 @@ def test_one_cycle_ends_after_a_notice(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class Warned(lightning.Callback):  # type: ignore[misc, name-defined]
-    """Notifies a replica at a step that its machine will end."""
+    """At a given step, notifies the replica that its machine will be taken away."""
 
     def __init__(self, replica: Replica, at: int) -> None:
         self.replica = replica
