@@ -235,7 +235,7 @@ def test_a_damaged_mean_without_inputs_is_jumped_over_to_the_next_snapshot(monke
     simulation.run()
     assert rotten
     assert sorted(simulation.clean) == [0, 1, 2]
-    assert simulation.states[2].done < 12  # it has passed entries by loading a snapshot
+    assert simulation.states[2].done < 12  # rank 2 has skipped entries by loading a snapshot
 
 
 # -- nothing goes wrong ------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def test_a_replica_that_comes_back_has_its_optimizer_schedule_data_and_step(
 def test_a_schedule_by_epochs_is_where_it_would_be_after_coming_back(
     tmp_path: Path, loader: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So is the validation at the end of the epoch in which the replica started again."""
+    """The validation at the end of the epoch in which the replica started again comes at the same step, too."""
 
     def by_epochs(self: Module) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 0.05)
