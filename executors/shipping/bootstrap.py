@@ -34,11 +34,9 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 CANNOT_START = 78
 N_TRIES = 6  # tries of a request, with pauses of 8 s in total
-# reads of an object with a wrong digest: after a torn reply the next read is right, and a replaced object stays wrong
-COST_OF_A_WRONG_OBJECT = 2
+COST_OF_A_WRONG_OBJECT = 2  # reads: after a torn reply the next read is right, and a replaced object stays wrong
 FIRST_WAIT_S = 0.25
-# another try may succeed after these HTTP statuses, and after all statuses from 500 on
-PASSING_STATUSES = (408, 409, 429)
+PASSING_STATUSES = (408, 409, 429)  # another try may succeed after these, and after all statuses from 500 on
 AWS = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
 PIN = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.+!_-]+)")
 SETTINGS_OF_PIP = ("index-url", "find-links", "no-index", "constraint")  # settings that uv ignores
@@ -53,8 +51,7 @@ class WrongObject(Exception):
 
 def main() -> None:
     began = time.monotonic()
-    # the first process of a container ignores this signal by default
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by default, the first process of a container ignores it
     sys.path[:] = [path for path in sys.path if path]  # import no modules from the current directory
     if sys.version_info < (3, 11) or not hasattr(tarfile, "data_filter"):
         refuse(f"it needs Python 3.11.4 or later, this is {sys.version.split()[0]}. Use another image.")
@@ -75,8 +72,7 @@ def main() -> None:
     try:
         here = os.getcwd()
         folder = pathlib.Path(tempfile.mkdtemp(prefix="replica-", dir=here if os.access(here, os.W_OK) else None))
-        # removes the folder if the start fails; otherwise the worker removes it
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # if the start fails; otherwise by the worker
         os.environ["REPLICA_FOLDER"] = str(folder)
         unpack(code, folder)
         workspace = folder / "workspace"
@@ -232,9 +228,7 @@ def is_satisfied(requirement: str) -> bool:
 
 
 def kept(pin: str) -> str:
-    """Return a pin of the version that the image has, if that version is later. It fits the other packages of the
-    image.
-    """
+    """Return a pin of the image's version if it is later, because it fits the other packages of the image."""
     name, _, version = pin.partition("==")
     has = installed(name)
     if not has or is_satisfied(pin) or release(has) < release(version):
