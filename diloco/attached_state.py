@@ -189,7 +189,7 @@ class AttachedState:
         self.schedule = schedule
 
     def saved_position(self, name: str) -> int:
-        """Return the position of an object's saved state. -1: there is no saved state.
+        """Return the position of an object's saved state. -1: nothing was saved.
 
         Args:
             name: the name of the object.
@@ -607,7 +607,7 @@ def to_arrays(state: Any, prefix: str) -> dict[str, Array]:
 
 
 def from_arrays(arrays: Mapping[str, Array], prefix: str) -> Any | None:
-    """Return the state whose arrays `to_arrays` returned, with copies of the tensors. None: there is no state under
+    """Return the state whose arrays `to_arrays` returned, with copies of the tensors. None: no state was saved under
     this prefix.
 
     Args:

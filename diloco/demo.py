@@ -209,7 +209,7 @@ def train(
 
     Raises:
         ValueError: a number is smaller than 1, or the text is too short.
-        FileNotFoundError: there is no file or folder at `data`.
+        FileNotFoundError: `data` does not name a file or folder.
     """
     for name, value in {"steps": steps, "inner_steps": inner_steps, "batch": batch}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -364,7 +364,7 @@ def load_text(data: str | None = None) -> Text:
         data: a file, or a folder of which every file is read. None: Python's standard library.
 
     Raises:
-        FileNotFoundError: there is no file or folder at `data`.
+        FileNotFoundError: `data` does not name a file or folder.
         ValueError: the text is too short.
 
     Example:

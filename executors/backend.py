@@ -512,7 +512,7 @@ class Backend(ABC):
 
         Args:
             handle: a handle that has nothing but `store_url`, `run_id` and `attempt`.
-            insists: True if the caller acts upon the answer: None then proves that there is no such replica. False, the
+            insists: True if the caller acts upon the answer: None then proves that the replica does not exist. False, the
                 default: None may also mean that the backend does not know now, or was asked a moment ago.
 
         Raises:
@@ -544,7 +544,7 @@ class Backend(ABC):
         return EndedJobs()
 
     def commands_to_end(self, run_id: str) -> str:
-        """Return the service's own commands that list and end the jobs of a run. Empty if there is no service.
+        """Return the service's own commands that list and end the jobs of a run. Empty if the backend uses no service.
 
         Example:
             backend.commands_to_end("brave-otter-7f3a")  # "hf jobs ls --label replicas-run=brave-otter-7f3a; …"

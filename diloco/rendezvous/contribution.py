@@ -93,7 +93,7 @@ class WorkScale:
     def _early_weight(self, entry: int, fragment: int) -> float:
         """Return the weight of work with fewer steps than a phase.
 
-        The weight is 0 if there is no work, or if its number of steps is not known.
+        The weight is 0 if the replica has no work, or if its number of steps is not known.
         """
         steps = self._phase.uncounted_steps[fragment]
         if not steps or self._phase.has_restored_work[fragment]:

@@ -63,7 +63,7 @@ class Extension:
         self.refused = ""
         """The reason why the newest order has no effect in this replica.
 
-        Empty: the newest order has an effect, or there is no order.
+        Empty: the newest order has an effect, or nothing was ordered.
         """
 
     @property

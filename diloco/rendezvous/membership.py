@@ -170,7 +170,7 @@ class KnownAddedRanks:
 
 
 def _owner(claimed: memoryview | None, plain: str, run_key: bytes | None) -> str | None:
-    """Return the nonce in a claim. None: there is no claim, or this reading of it failed or was not proven."""
+    """Return the nonce in a claim. None: the claim is missing, or this reading of it failed or was not proven."""
     if run_key is not None and claimed is not None and not is_proven(claimed, plain, run_key):
         return None
     try:

@@ -226,7 +226,7 @@ class Context:
         proof: signs records, or adds checksums.
         wait: waits between two looks at the store. It may raise an error that ends the rounds.
         in_background: True if rounds run in a thread of their own while training continues.
-        origin: the run whose newest complete snapshot is the beginning of this run. None: there is no such run.
+        origin: the run whose newest complete snapshot is the beginning of this run. None: this run begins with new values.
         first_state: returns the anchor and the outer state that this run begins with. None: it begins with the model
             of a replica.
         limits: time limits, and the sizes of blocks and of small entries.
@@ -305,7 +305,7 @@ class PendingWork:
 
     entry: int
     weight: float
-    """The weight of the work. 0: there is no work, or its number of steps is not known."""
+    """The weight of the work. 0: the replica has no work, or its number of steps is not known."""
     steps: int
     """The inner steps of this process in the held work, also if the work is not sent."""
     work: float

@@ -332,8 +332,8 @@ def flush_c_streams() -> None:
 def ask_children_to_end(limit_s: float, but_group: int | None = None) -> None:
     """Send SIGTERM once to each child of this process, and wait until all have ended.
 
-    An orphan is asked, too, when it becomes a child of this process, if this process is a subreaper. There is no wait
-    for children that ignore SIGTERM. The resource tracker of `multiprocessing` is such a child.
+    An orphan is asked, too, when it becomes a child of this process, if this process is a subreaper. The call does
+    not wait for children that ignore SIGTERM. The resource tracker of `multiprocessing` is such a child.
 
     Args:
         limit_s: the longest wait in seconds.

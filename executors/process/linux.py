@@ -279,7 +279,7 @@ def watch_process(pid: int, lifeline: int) -> int:
         lifeline: the reading end of a pipe that only this process writes to. Linux does not need it.
 
     Raises:
-        OSError: there is no such process.
+        OSError: the process does not exist.
     """
     return open_process(pid)
 
@@ -420,7 +420,7 @@ def open_process(pid: int) -> int:
     """Return a descriptor of a process, which `poll` reports as readable when the process has ended.
 
     Raises:
-        OSError: there is no such process, or this system has no such descriptors.
+        OSError: the process does not exist, or this system has no such descriptors.
     """
     return os.pidfd_open(pid)
 

@@ -459,7 +459,7 @@ def watch_process(pid: int, lifeline: int) -> int:
         lifeline: the reading end of a pipe that only this process writes to.
 
     Raises:
-        OSError: there is no such pipe.
+        OSError: the pipe does not exist.
     """
     if lifeline < 0:
         raise not_here(SYSTEM, "pidfd_open")

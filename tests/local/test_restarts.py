@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support import tasks
 from support.chaos_tasks import closed_gates, train
-from support.processes import is_alive
+from support.ended_attempts import decisions, ends, over, supervisor_of
 from support.restart_tasks import (
     bomb,
     come_back_when_resumed,
@@ -37,7 +37,6 @@ from executors.cli.summary import code_of
 from executors.errors import ReplicaCancelledError
 from executors.patience import BRIEF
 from executors.process import killed_for_memory
-from executors.protocol import Outcome
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.run.resume import resume
 from executors.run.run import view_of
@@ -48,28 +47,6 @@ QUICK = "backoff=0.05s:0.1s"
 
 def started(executor: LocalProcessExecutor, entrypoint: Callable[..., Any], n: int, restarts: str, **args: Any) -> Run:
     return launch(executor, entrypoint, n, args=args, restarts=restarts, timeout=120)
-
-
-def supervisor_of(run: Run) -> int:
-    return int(run.handles[0].metadata["supervisor_pid"])
-
-
-def over(run: Run) -> Run:
-    """Wait until the supervisor has nothing more to do."""
-    eventually(lambda: not is_alive(supervisor_of(run)), "the supervisor ends")
-    return run
-
-
-def decisions(run: Run) -> list[Decision]:
-    return list(DecisionLog(view_of(run).store, run.run_id).read())
-
-
-def ends(run: Run, rank: int) -> list[Outcome]:
-    """Return the reasons of the ends of a rank's attempts, in order."""
-    found: list[Outcome] = []
-    while (outcome := Attempt(view_of(run).store, run.run_id, rank, len(found)).outcome()) is not None:
-        found.append(outcome)
-    return found
 
 
 def told(run: Run, rank: int) -> list[str]:

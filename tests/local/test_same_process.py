@@ -18,12 +18,10 @@ from support.again_tasks import (
     train_again,
     train_while_the_other_waits,
 )
-from support.processes import is_alive
+from support.ended_attempts import decisions, ends, over
 
 from executors import LocalProcessExecutor, Run, launch
 from executors.attempt import Attempt
-from executors.protocol import Outcome
-from executors.restarts.decision_log import Decision, DecisionLog
 from executors.run.run import view_of
 from executors.testing import eventually
 
@@ -32,25 +30,6 @@ QUICK = "backoff=0.05s:0.1s"
 
 def started(executor: LocalProcessExecutor, entrypoint: Any, restarts: str = f"5,{QUICK}", **args: Any) -> Run:
     return launch(executor, entrypoint, 1, args=args, restarts=restarts, timeout=120)
-
-
-def over(run: Run) -> Run:
-    """Wait until the supervisor has nothing more to do."""
-    pid = int(run.handles[0].metadata["supervisor_pid"])
-    eventually(lambda: not is_alive(pid), "the supervisor ends")
-    return run
-
-
-def decisions(run: Run) -> list[Decision]:
-    return list(DecisionLog(view_of(run).store, run.run_id).read())
-
-
-def ends(run: Run, rank: int) -> list[Outcome]:
-    """Return how a rank's attempts ended, in order."""
-    found: list[Outcome] = []
-    while (outcome := Attempt(view_of(run).store, run.run_id, rank, len(found)).outcome()) is not None:
-        found.append(outcome)
-    return found
 
 
 def told(run: Run, rank: int) -> list[str]:
