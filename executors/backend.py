@@ -512,7 +512,7 @@ class Backend(ABC):
 
         Args:
             handle: a handle that has nothing but `store_url`, `run_id` and `attempt`.
-            insists: True if the caller acts upon the answer: None then proves that the replica does not exist. False, the
+            insists: True if the caller acts upon the answer: None then proves that no replica exists. False, the
                 default: None may also mean that the backend does not know now, or was asked a moment ago.
 
         Raises:

@@ -226,7 +226,7 @@ class Context:
         proof: signs records, or adds checksums.
         wait: waits between two looks at the store. It may raise an error that ends the rounds.
         in_background: True if rounds run in a thread of their own while training continues.
-        origin: the run whose newest complete snapshot is the beginning of this run. None: this run begins with new values.
+        origin: the run whose newest complete snapshot is the beginning of this run. None: the run is new.
         first_state: returns the anchor and the outer state that this run begins with. None: it begins with the model
             of a replica.
         limits: time limits, and the sizes of blocks and of small entries.

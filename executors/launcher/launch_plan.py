@@ -93,7 +93,7 @@ class LaunchPlan:
     checkout: Checkout
     """The state of the code that is launched, as Git reports it."""
     key: str | None = field(default=None, repr=False)
-    """The key of the signed run that this run starts from. This run has the same key. None: the run starts from no run."""
+    """The key of the signed run that this run starts from. This run has the same key. None: it starts from none."""
 
     def start(self, on_progress: Callable[[str], None] = no_progress) -> Run:
         """Write the run and start its replicas.
