@@ -21,7 +21,7 @@ from typing import Any
 OURS = ("executors", "diloco")
 DEPENDENCIES = frozenset({
     "torch", "numpy", "tenacity", "cloudpickle", "xxhash", "blake3", "typer", "click", "rich", "platformdirs",
-    "packaging", "jinja2", "inotify_simple", "boto3",
+    "packaging", "jinja2", "inotify_simple", "psutil", "boto3",
     # The packages that the packages above need.
     "functorch", "torchgen", "sympy", "mpmath", "networkx", "filelock", "fsspec", "typing_extensions", "markupsafe",
     "markdown_it", "mdurl", "pygments", "shellingham", "botocore", "s3transfer", "jmespath", "urllib3", "dateutil",

@@ -111,7 +111,7 @@ GLANCE = OutageTolerance(
     "a supervisor, a spare, `ls`",
     "one request, which is tried once",
     5.0,
-    "The only thread of such a process must also reap, end and limit ranks. It asks again a few seconds later.",
+    "Its only thread also ends ranks. It asks again later.",
     refused_seconds=0.0,
 )
 START = OutageTolerance(
