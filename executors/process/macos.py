@@ -7,6 +7,8 @@ orphans of its descendants. ADR 0082 has what takes their place. Without the pac
 from __future__ import annotations
 
 import _thread
+import atexit
+import contextlib
 import errno
 import fcntl
 import os
@@ -34,7 +36,7 @@ CAN_FORK = False
 ADOPTS_ORPHANS = False
 """True if a process can become the parent of its orphaned descendants, which are then found by their parents."""
 OPENS_FILES_OF_OTHERS = False
-"""True if `open_file_of` works, so that a supervisor opens the file of a rank's stacks when it needs the file."""
+"""True if an `open_file_of` leaves no file behind, so that a rank makes the file of its stacks by itself."""
 LOCKS_NAME_HOLDERS = False
 """True if `lock_holder` works, so that the holder of a lock is known without a note."""
 SHARES_PORTS = False
@@ -401,29 +403,52 @@ def close_shared_file(descriptor: int, path: str) -> None:
 
 
 def memory_file(name: str) -> int:
-    """Refuse, because no other process could open the file. See `OPENS_FILES_OF_OTHERS`.
+    """Return the descriptor of a new temporary file of this process, which another process opens with `open_file_of`.
+
+    The file has a name until this process ends. A killed process leaves it behind.
 
     Args:
         name: a name for the file.
 
     Raises:
-        OSError: always.
+        OSError: the folder of temporary files cannot be written to.
     """
-    raise not_here(SYSTEM, "memfd_create")
+    path = _path_of(os.getpid(), name)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # of a killed process that had this pid
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    atexit.register(_remove_file_of, os.getpid(), path)
+    return descriptor
+
+
+def _path_of(pid: int, name: str) -> str:
+    return os.path.join(tempfile.gettempdir(), f"{name}-{pid}")
+
+
+def _remove_file_of(pid: int, path: str) -> None:
+    if os.getpid() == pid:  # a forked helper runs the functions at exit, too
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def open_file_of(pid: int, descriptor: int, name: str) -> int | None:
-    """Refuse, because no process can open the files of another one.
+    """Open the `memory_file` of another process for reading and writing.
 
     Args:
         pid: the other process.
         descriptor: the descriptor of the file in that process.
-        name: the name of the file.
+        name: the name of the file, as for `memory_file`.
+
+    Returns: a descriptor of this process. None: the file belongs to another user.
 
     Raises:
-        OSError: always.
+        OSError: the process has ended, or has no such file.
     """
-    raise not_here(SYSTEM, "/proc")
+    found = os.open(_path_of(pid, name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    if os.fstat(found).st_uid != os.getuid():
+        os.close(found)
+        return None
+    return found
 
 
 def open_unnamed(folder: str, mode: int) -> tuple[int, str]:

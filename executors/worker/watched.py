@@ -44,7 +44,7 @@ def start_watch(page: SharedPage) -> None:
     _page = page
     signal.signal(HANG_SIGNAL, _raise_hang)
     page.stacks_file = -1  # until this process has the file; the worker of a command had one before
-    # some sandboxes have no files in memory, and a process of a command on macOS gets no file; then there are no stacks
+    # some sandboxes have no files in memory; then there are no stacks
     with contextlib.suppress(OSError, AttributeError):
         file = page.stacks_descriptor if page.stacks_descriptor >= 0 else memory_file(STACKS_NAME)
         fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # the supervisor truncates the file
