@@ -52,6 +52,7 @@ TREE = "REPLICAS_TREE"
 """The variable by which orphans are found: the marks of the process and of its ancestors, joined by "/"."""
 PS_LIMIT_S = 10.0
 PARENT_LOOK_S = 0.5
+RECENT_S = 0.5
 MAX_PROCESSES = 256
 """A tree with more processes is measured in part: the rest could only make it look more active."""
 
@@ -285,14 +286,13 @@ def take_sample(root: int, now: float, ignored_threads: Collection[int] = ()) ->
     Example:
         take_sample(os.getpid(), time.monotonic())
     """
-    pids = [root, *descendants(root)][:MAX_PROCESSES]
-    times = [_cpu_s(_process(pid)) for pid in pids]
-    if times[0] is None:
+    own = _cpu_s(_process(root))
+    if own is None:
         return None
-    try:
-        states = {each.pid: each.state[0] for each in _listed("-ax")}
-    except OSError:
-        states = {}
+    living, states = _recent()
+    mark = _mark_of(_process(root))
+    pids = [root, *_below(living, {root}, [mark] if mark else [], spare=())][:MAX_PROCESSES]
+    times = [own, *(_cpu_s(_process(pid)) for pid in pids[1:])]
     return ActivitySample(
         at=now,
         threads={},
@@ -303,6 +303,32 @@ def take_sample(root: int, now: float, ignored_threads: Collection[int] = ()) ->
         is_waiting_on_disk=any(states.get(pid) == "U" for pid in pids),
         runnable=frozenset(pid for pid in pids if states.get(pid) == "R"),
     )
+
+
+class _Recent(NamedTuple):
+    """All processes and their states at one time."""
+
+    at: float
+    living: dict[int, tuple[Any, int]]
+    states: dict[int, str]
+
+
+_last_listing: _Recent | None = None
+
+
+def _recent() -> tuple[dict[int, tuple[Any, int]], dict[int, str]]:
+    """Return the live processes with their parents, and the states from `ps`, as they were at most half a second ago.
+
+    A supervisor takes samples of many ranks at the same time. A listing for each would make the looks late.
+    """
+    global _last_listing
+    if _last_listing is None or time.monotonic() - _last_listing.at > RECENT_S:
+        try:
+            states = {each.pid: each.state[0] for each in _listed("-ax")}
+        except OSError:
+            states = {}
+        _last_listing = _Recent(time.monotonic(), _all_living(), states)
+    return _last_listing.living, _last_listing.states
 
 
 # -- starting: never by a fork
@@ -614,7 +640,7 @@ def marked(marks: Mapping[str, str]) -> list[int]:
     Args:
         marks: the variables.
     """
-    return _below(set(), [marks[TREE]], spare=())
+    return _below(_all_living(), set(), [marks[TREE]], spare=())
 
 
 def descendants(root: int, spare: Collection[int] = (), ended: Collection[int] = ()) -> list[int]:
@@ -628,12 +654,18 @@ def descendants(root: int, spare: Collection[int] = (), ended: Collection[int] =
         ended: leaders of sessions that have just ended, whose sessions have descendants. Default: none.
     """
     mark = _mark_of(_process(root))
-    return _below({root, *ended}, [mark] if mark else [], spare)
+    return _below(_all_living(), {root, *ended}, [mark] if mark else [], spare)
 
 
-def _below(roots: set[int], marks: Iterable[str], spare: Collection[int]) -> list[int]:
-    """List the live processes below some processes and some marks, but not those that are spared or below these."""
-    living = {process.pid: (process, parent) for process, parent in _living()}
+def _all_living() -> dict[int, tuple[Any, int]]:
+    """Return each live process and the pid of its parent, by pid."""
+    return {process.pid: (process, parent) for process, parent in _living()}
+
+
+def _below(
+    living: Mapping[int, tuple[Any, int]], roots: set[int], marks: Iterable[str], spare: Collection[int]
+) -> list[int]:
+    """List the processes below some processes and some marks, but not those that are spared or below these."""
     for process in _marks.keys() - {process for process, _ in living.values()}:
         del _marks[process]
     spared_marks = [_mark_of(living[pid][0]) for pid in spare if pid in living]

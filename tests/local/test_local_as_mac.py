@@ -34,6 +34,7 @@ SUITES = (
 """Contract, chaos, cancels, time limits, hangs with stacks, logs, restarts, and what a replica leaves behind."""
 DOES_NOT_EXIT = "test_a_process_that_does_not_exit_after_its_end_is_killed_and_a_failed_rank_gets_a_new_attempt"
 UNLIKE = {
+    "local/test_fail_fast.py::test_replicas_without_a_supervisor_end_each_other": "the scene acts a container of Linux",
     f"local/test_restarts.py::{DOES_NOT_EXIT}": "its preload changes the supervisor, which imports none on macOS",
 }
 """Tests that cannot hold on macOS, by the suite and the name, each with the reason."""
