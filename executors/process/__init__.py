@@ -304,10 +304,11 @@ class DescriptorReserve:
     """Holds file descriptors in reserve, for the last work of a process that has reached its limit of open files.
 
     Args:
-        n: the number of descriptors. Default 2: enough to read a log, and to write or send an object.
+        n: the number of descriptors. Default 4: enough to read a log, and to write or send an object. A system without
+            `openat2` opens a path folder by folder.
     """
 
-    def __init__(self, n: int = 2) -> None:
+    def __init__(self, n: int = 4) -> None:
         self._held = [os.open(os.devnull, os.O_RDONLY) for _ in range(n)]
 
     def release(self) -> None:

@@ -32,7 +32,7 @@ CAN_FORK = True
 ADOPTS_ORPHANS = True
 """True if a process can become the parent of its orphaned descendants, which are then found by their parents."""
 OPENS_FILES_OF_OTHERS = True
-"""True if `open_file_of` works, so that a supervisor opens the file of a rank's stacks when it needs the file."""
+"""True if an `open_file_of` leaves no file behind, so that a rank makes the file of its stacks by itself."""
 LOCKS_NAME_HOLDERS = True
 """True if `lock_holder` works, so that the holder of a lock is known without a note."""
 SHARES_PORTS = True

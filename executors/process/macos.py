@@ -7,6 +7,8 @@ orphans of its descendants. ADR 0082 has what takes their place. Without the pac
 from __future__ import annotations
 
 import _thread
+import atexit
+import contextlib
 import errno
 import fcntl
 import os
@@ -34,7 +36,7 @@ CAN_FORK = False
 ADOPTS_ORPHANS = False
 """True if a process can become the parent of its orphaned descendants, which are then found by their parents."""
 OPENS_FILES_OF_OTHERS = False
-"""True if `open_file_of` works, so that a supervisor opens the file of a rank's stacks when it needs the file."""
+"""True if an `open_file_of` leaves no file behind, so that a rank makes the file of its stacks by itself."""
 LOCKS_NAME_HOLDERS = False
 """True if `lock_holder` works, so that the holder of a lock is known without a note."""
 SHARES_PORTS = False
@@ -50,6 +52,7 @@ TREE = "REPLICAS_TREE"
 """The variable by which orphans are found: the marks of the process and of its ancestors, joined by "/"."""
 PS_LIMIT_S = 10.0
 PARENT_LOOK_S = 0.5
+RECENT_S = 0.5
 MAX_PROCESSES = 256
 """A tree with more processes is measured in part: the rest could only make it look more active."""
 
@@ -283,14 +286,13 @@ def take_sample(root: int, now: float, ignored_threads: Collection[int] = ()) ->
     Example:
         take_sample(os.getpid(), time.monotonic())
     """
-    pids = [root, *descendants(root)][:MAX_PROCESSES]
-    times = [_cpu_s(_process(pid)) for pid in pids]
-    if times[0] is None:
+    own = _cpu_s(_process(root))
+    if own is None:
         return None
-    try:
-        states = {each.pid: each.state[0] for each in _listed("-ax")}
-    except OSError:
-        states = {}
+    living, states = _recent()
+    mark = _mark_of(_process(root))
+    pids = [root, *_below(living, {root}, [mark] if mark else [], spare=())][:MAX_PROCESSES]
+    times = [own, *(_cpu_s(_process(pid)) for pid in pids[1:])]
     return ActivitySample(
         at=now,
         threads={},
@@ -301,6 +303,32 @@ def take_sample(root: int, now: float, ignored_threads: Collection[int] = ()) ->
         is_waiting_on_disk=any(states.get(pid) == "U" for pid in pids),
         runnable=frozenset(pid for pid in pids if states.get(pid) == "R"),
     )
+
+
+class _Recent(NamedTuple):
+    """All processes and their states at one time."""
+
+    at: float
+    living: dict[int, tuple[Any, int]]
+    states: dict[int, str]
+
+
+_last_listing: _Recent | None = None
+
+
+def _recent() -> tuple[dict[int, tuple[Any, int]], dict[int, str]]:
+    """Return the live processes with their parents, and the states from `ps`, as they were at most half a second ago.
+
+    A supervisor takes samples of many ranks at the same time. A listing for each would make the looks late.
+    """
+    global _last_listing
+    if _last_listing is None or time.monotonic() - _last_listing.at > RECENT_S:
+        try:
+            states = {each.pid: each.state[0] for each in _listed("-ax")}
+        except OSError:
+            states = {}
+        _last_listing = _Recent(time.monotonic(), _all_living(), states)
+    return _last_listing.living, _last_listing.states
 
 
 # -- starting: never by a fork
@@ -401,29 +429,52 @@ def close_shared_file(descriptor: int, path: str) -> None:
 
 
 def memory_file(name: str) -> int:
-    """Refuse, because no other process could open the file. See `OPENS_FILES_OF_OTHERS`.
+    """Return the descriptor of a new temporary file of this process, which another process opens with `open_file_of`.
+
+    The file has a name until this process ends. A killed process leaves it behind.
 
     Args:
         name: a name for the file.
 
     Raises:
-        OSError: always.
+        OSError: the folder of temporary files cannot be written to.
     """
-    raise not_here(SYSTEM, "memfd_create")
+    path = _path_of(os.getpid(), name)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # of a killed process that had this pid
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    atexit.register(_remove_file_of, os.getpid(), path)
+    return descriptor
+
+
+def _path_of(pid: int, name: str) -> str:
+    return os.path.join(tempfile.gettempdir(), f"{name}-{pid}")
+
+
+def _remove_file_of(pid: int, path: str) -> None:
+    if os.getpid() == pid:  # a forked helper runs the functions at exit, too
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def open_file_of(pid: int, descriptor: int, name: str) -> int | None:
-    """Refuse, because no process can open the files of another one.
+    """Open the `memory_file` of another process for reading and writing.
 
     Args:
         pid: the other process.
         descriptor: the descriptor of the file in that process.
-        name: the name of the file.
+        name: the name of the file, as for `memory_file`.
+
+    Returns: a descriptor of this process. None: the file belongs to another user.
 
     Raises:
-        OSError: always.
+        OSError: the process has ended, or has no such file.
     """
-    raise not_here(SYSTEM, "/proc")
+    found = os.open(_path_of(pid, name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    if os.fstat(found).st_uid != os.getuid():
+        os.close(found)
+        return None
+    return found
 
 
 def open_unnamed(folder: str, mode: int) -> tuple[int, str]:
@@ -589,7 +640,7 @@ def marked(marks: Mapping[str, str]) -> list[int]:
     Args:
         marks: the variables.
     """
-    return _below(set(), [marks[TREE]], spare=())
+    return _below(_all_living(), set(), [marks[TREE]], spare=())
 
 
 def descendants(root: int, spare: Collection[int] = (), ended: Collection[int] = ()) -> list[int]:
@@ -603,12 +654,18 @@ def descendants(root: int, spare: Collection[int] = (), ended: Collection[int] =
         ended: leaders of sessions that have just ended, whose sessions have descendants. Default: none.
     """
     mark = _mark_of(_process(root))
-    return _below({root, *ended}, [mark] if mark else [], spare)
+    return _below(_all_living(), {root, *ended}, [mark] if mark else [], spare)
 
 
-def _below(roots: set[int], marks: Iterable[str], spare: Collection[int]) -> list[int]:
-    """List the live processes below some processes and some marks, but not those that are spared or below these."""
-    living = {process.pid: (process, parent) for process, parent in _living()}
+def _all_living() -> dict[int, tuple[Any, int]]:
+    """Return each live process and the pid of its parent, by pid."""
+    return {process.pid: (process, parent) for process, parent in _living()}
+
+
+def _below(
+    living: Mapping[int, tuple[Any, int]], roots: set[int], marks: Iterable[str], spare: Collection[int]
+) -> list[int]:
+    """List the processes below some processes and some marks, but not those that are spared or below these."""
     for process in _marks.keys() - {process for process, _ in living.values()}:
         del _marks[process]
     spared_marks = [_mark_of(living[pid][0]) for pid in spare if pid in living]

@@ -6,7 +6,6 @@ reader. The same holds for a folder.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -68,10 +67,12 @@ def _openat2(path: str, flags: int) -> int:
 
 def _open_step_by_step(path: str, flags: int) -> int:
     *folders, name = path.strip("/").split("/")
-    with contextlib.ExitStack() as stack:
-        at = os.open("/", PATH_ONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        stack.callback(os.close, at)
+    at = os.open("/", PATH_ONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
         for folder in folders:
-            at = os.open(folder, PATH_ONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
-            stack.callback(os.close, at)
+            # Two descriptors at a time, because a process that has used up its descriptors still writes its outcome.
+            before, at = at, os.open(folder, PATH_ONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+            os.close(before)
         return os.open(name or ".", flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+    finally:
+        os.close(at)

@@ -406,7 +406,7 @@ class Watchdog:
             return None
         try:
             file: int | None
-            if self._page.stacks_descriptor >= 0:
+            if self._page.stacks_descriptor >= 0 and pid == self._pid:
                 file = os.dup(self._page.stacks_descriptor)
             else:
                 file = open_file_of(pid, int(self._page.stacks_file), STACKS_NAME)

@@ -44,7 +44,7 @@ def start_watch(page: SharedPage) -> None:
     _page = page
     signal.signal(HANG_SIGNAL, _raise_hang)
     page.stacks_file = -1  # until this process has the file; the worker of a command had one before
-    # some sandboxes have no files in memory, and a process of a command on macOS gets no file; then there are no stacks
+    # some sandboxes have no files in memory; then there are no stacks
     with contextlib.suppress(OSError, AttributeError):
         file = page.stacks_descriptor if page.stacks_descriptor >= 0 else memory_file(STACKS_NAME)
         fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # the supervisor truncates the file
@@ -101,6 +101,7 @@ def _beat(page: SharedPage) -> None:
     pause, called, add = _thread.allocate_lock(), _TICK(tick), ctypes.pythonapi.Py_AddPendingCall
     pause.acquire()
     ticked_at, pid = -1.0, os.getpid()
+    mine = None if page.stacks_descriptor < 0 else os.fstat(page.stacks_descriptor)
     own = page.stacks_file, page.main_thread
     while True:
         if page.watched not in (0, pid):
@@ -110,10 +111,20 @@ def _beat(page: SharedPage) -> None:
             page.stacks_file, page.main_thread = own
             page.watched = 0
         page.beat = monotonic()
+        if mine is not None and not _is_file(page.stacks_descriptor, mine):
+            # The supervisor cannot see this from outside. A dump would go into the file that has the number now.
+            page.stacks_file, mine = -1, None
         if page.tick != ticked_at:  # otherwise the main thread has not made the last call yet
             ticked_at = page.tick
             add(called, None)
         pause.acquire(timeout=BEAT_S)
+
+
+def _is_file(descriptor: int, expected: os.stat_result) -> bool:
+    """Return True if a descriptor still is the expected file, and not closed or another file by now."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(descriptor), expected)
+    return False
 
 
 def _raise_hang(signum: int, frame: FrameType | None) -> None:

@@ -32,7 +32,14 @@ SUITES = (
     "local/test_same_process.py",
 )
 """Contract, chaos, cancels, time limits, hangs with stacks, logs, restarts, and what a replica leaves behind."""
-UNLIKE: dict[str, str] = {}
+DOES_NOT_EXIT = "test_a_process_that_does_not_exit_after_its_end_is_killed_and_a_failed_rank_gets_a_new_attempt"
+HANGS = "local/test_hangs.py::test_"
+UNLIKE = {
+    f"{HANGS}a_rank_that_waits_is_ended_as_idle[poll]": "macOS does not show that a thread only polls",
+    f"{HANGS}work_without_reports_is_not_ended[save_to_a_slow_disk]": "macOS does not show the bytes that are written",
+    "local/test_fail_fast.py::test_replicas_without_a_supervisor_end_each_other": "the scene acts a container of Linux",
+    f"local/test_restarts.py::{DOES_NOT_EXIT}": "its preload changes the supervisor, which imports none on macOS",
+}
 """Tests that cannot hold on macOS, by the suite and the name, each with the reason."""
 LIMIT_S = 3000
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from servers.isolation.gpu import write_torch
+from support.processes import parent_of
 
 from executors import LocalProcessExecutor, launch
 from executors.errors import LaunchError
@@ -256,7 +257,8 @@ def test_members_of_a_killed_supervisor_end_and_only_the_leader_records_it(
     run = start("end", args={"how": "SIGKILL", "who": 7})
     wait_for(tmp_path, "ready-0-0", "ready-1-0")
     pids = [int((tmp_path / f"ready-{member}-0").read_text()) for member in (0, 1)]
-    parent = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    parent = parent_of(pids[0])
+    assert parent is not None
     os.kill(parent, signal.SIGKILL)
     assert ended(run).reason == "lost"
     while any(start_time(pid) is not None for pid in pids):

@@ -14,6 +14,7 @@ from typing import Any
 from executors import Replica, current_replica, restartable
 from executors.store.records import exists
 from executors.testing import eventually
+from support.processes import PROC
 from support.restart_tasks import end_by
 
 CALLS: list[str] = []
@@ -106,8 +107,8 @@ def fail_often(n: int) -> dict[str, Any]:
     me.report(step=me.attempt + 1, size=len(block))
     me.progress(kept=True)
     if me.attempt % 10 == 0 or me.attempt == n:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        MEASURED.append((pages >> 8, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        pages = int((PROC / "self/statm").read_text().split()[1])
+        MEASURED.append((pages >> 8, len(os.listdir(PROC / "self/fd")), len(os.listdir(PROC / "self/task"))))
     if me.attempt < n:
         raise ValueError("boom")
     return {"measured": [list(each) for each in MEASURED], "pid": os.getpid()}

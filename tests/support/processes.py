@@ -8,14 +8,16 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
+
 MARK = "REPLICAS_TEST_PROCESS_OF"
 PROC = Path(os.environ.get("AS_MAC_PROC", "/proc"))
 """The folder in which Linux shows its processes. Where macOS is emulated, tests find it in another place."""
 
 
 def all_pids() -> set[int]:
-    """Return the pids of all processes of this machine. On a machine without /proc, it is empty."""
-    return {int(name) for name in os.listdir(PROC) if name.isdigit()} if (PROC / "self").is_dir() else set()
+    """Return the pids of all processes of this machine."""
+    return set(psutil.pids())
 
 
 def left_over(before: set[int], within_s: float) -> dict[int, str]:
@@ -45,53 +47,51 @@ def end(pids: dict[int, str]) -> None:
 
 def is_alive(pid: int) -> bool:
     """Return True if a process runs. A zombie does not run."""
-    return (PROC / f"{pid}").exists() and not is_zombie(pid)
+    with contextlib.suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def is_zombie(pid: int) -> bool:
-    return _stat(pid)[:1] == ["Z"]
+    with contextlib.suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    return False
 
 
 def parent_of(pid: int) -> int | None:
-    fields = _stat(pid)
-    return int(fields[1]) if fields else None
+    with contextlib.suppress(psutil.Error):
+        return int(psutil.Process(pid).ppid())
+    return None
 
 
 def zygote_of(supervisor: int) -> int:
-    """Return the pids of the zygote that forked a supervisor, and of the guard process between the two."""
-    guard = parent_of(supervisor)
-    assert guard is not None
-    zygote = parent_of(guard)
-    assert zygote is not None
-    assert "zygote" in command_of(zygote)
-    return zygote
+    """Return the pid of the zygote that started a supervisor, perhaps with a guard between the two.
+
+    A forked supervisor has the command line of its zygote, so the zygote is the highest process with it.
+    """
+    found, pid = None, parent_of(supervisor)
+    while pid is not None and "zygote" in command_of(pid):
+        found, pid = pid, parent_of(pid)
+    assert found is not None
+    return found
 
 
 def children_of(pid: int) -> list[int]:
     """Return the pids of a process's live children."""
-    everyone = [int(folder.name) for folder in PROC.glob("[0-9]*")]
-    return [other for other in everyone if parent_of(other) == pid and is_alive(other)]
+    return [other for other in psutil.pids() if parent_of(other) == pid and is_alive(other)]
 
 
 def environment_of(pid: int) -> dict[str, str]:
     """Return the environment with which a process was started. Empty: the process has ended."""
-    with contextlib.suppress(OSError):
-        entries = (PROC / f"{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-        return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
+    with contextlib.suppress(psutil.Error, OSError):
+        return dict(psutil.Process(pid).environ())
     return {}
 
 
 def command_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return (PROC / f"{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    with contextlib.suppress(psutil.Error):
+        return " ".join(psutil.Process(pid).cmdline()).strip()
     return ""
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat after the name: state, parent, …"""
-    with contextlib.suppress(OSError):
-        return (PROC / f"{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return []
 
 
 def _is_our_zygote(pid: int) -> bool:
@@ -100,8 +100,6 @@ def _is_our_zygote(pid: int) -> bool:
 
 def _is_ours(pid: int) -> bool:
     """Return True if a live process descends from this test process and is not its zygote."""
-    mark = f"{MARK}={os.getpid()}".encode()
-    with contextlib.suppress(OSError):
-        if mark in (PROC / f"{pid}/environ").read_bytes().split(b"\0") and pid != os.getpid():
-            return not is_zombie(pid) and not _is_our_zygote(pid)
-    return False
+    if pid == os.getpid() or environment_of(pid).get(MARK) != str(os.getpid()):
+        return False
+    return is_alive(pid) and not _is_our_zygote(pid)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from executors.errors import EntrypointError, StoreError
-from executors.process import open_paths, threads_lost_by_a_fork
+from executors.process import CAN_FORK, open_paths, threads_lost_by_a_fork
 from executors.store.state_folder import state_path
 from executors.task.entrypoint import find_definition, find_module, find_source
 
@@ -36,12 +36,15 @@ INSTALLED = ("site-packages", "dist-packages")
 
 
 def default_preload() -> tuple[str, ...]:
-    """Return the modules that are imported before a fork unless the user names others: none where there is no torch.
+    """Return the modules that are imported before a fork unless the user names others.
+
+    There are none without torch. There are none either where no process forks, because each replica would import them
+    for itself, and the user's code imports what it needs.
 
     Example:
         default_preload()  # ("torch", "torch._dynamo")
     """
-    return PRELOAD if find_spec("torch") is not None else ()
+    return PRELOAD if CAN_FORK and find_spec("torch") is not None else ()
 
 
 def imports_at_the_top(entrypoint: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -116,3 +117,24 @@ def test_folders_that_are_deeper_than_any_key_are_passed_over(store: Store, tmp_
     keys = [entry.key for entry in store.list("")]
     subprocess.run(["rm", "-r", tmp_path / "store" / "d"], check=True)  # pytest could not remove this
     assert keys == ["run/real"]
+
+
+TWO_FREE = """
+import os, resource, sys
+from executors.store import no_links
+
+no_links._has_openat2 = False
+free = [os.open(os.devnull, os.O_RDONLY) for _ in range(2)]
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, max(free) + 1))
+for descriptor in free:
+    os.close(descriptor)
+os.close(no_links.open_without_links(sys.argv[1], os.O_RDONLY))
+"""
+
+
+def test_without_openat2_a_deep_path_is_opened_by_a_process_with_two_free_descriptors(tmp_path: Path) -> None:
+    """A replica that has used up its descriptors frees a few, and then writes its outcome."""
+    deep = tmp_path.joinpath(*"abcdefgh")
+    deep.mkdir(parents=True)
+    (deep / "object").touch()
+    subprocess.run([sys.executable, "-c", TWO_FREE, str(deep.resolve() / "object")], check=True)
