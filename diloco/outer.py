@@ -816,7 +816,7 @@ class DiLoCo:
         self._check_opener()
         taken: list[dict[str, Any]] = []
         with RoundScope(self) as reports:
-            reports += self._training_side.at_rest(lambda: taken.append(self._model_state.anchor.checkpoint()))
+            reports += self._training_side.at_rest(lambda: taken.append(self._model_state.checkpoint()))
         return {**self._training_side.phase.resume_point, "inner_step": self._inner_step, **taken[0]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -843,7 +843,7 @@ class DiLoCo:
         self._attached.step = state["inner_step"]
         self._steps_of_earlier_attempts = state["inner_step"] - self._training_side.phase.n_steps
         with RoundScope(self) as reports:
-            reports += self._training_side.go_back(state, partial(self._model_state.anchor.load_checkpoint, state))
+            reports += self._training_side.go_back(state, partial(self._model_state.load_checkpoint, state))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from diloco.errors import DiLoCoError
 from diloco.outer_optimizer import OptimizerFactory, Schedule, never
 from diloco.rendezvous.frames import MAX_WEIGHT
 from diloco.rendezvous.phase import RoundPlan
-from diloco.wires import DEFAULT_MEAN_WIRE, WIRES
+from diloco.wires import DEFAULT_MEAN_WIRE, MEAN_WIRES, WIRES
 from executors.errors import kind_of
 from executors.store.run_key import key_id
 
@@ -485,12 +485,12 @@ def check_wires(wire: str, mean_wire: str | None) -> tuple[str, str]:
         mean_wire: the argument `mean_wire`. None: the default for the wire.
 
     Raises:
-        ValueError: no wire has this name.
+        ValueError: no wire has this name, or means cannot be encoded in it.
     """
     _one_of("wire", wire, tuple(WIRES))
     if mean_wire is None:
         return wire, DEFAULT_MEAN_WIRE[wire]
-    _one_of("mean_wire", mean_wire, tuple(WIRES))
+    _one_of("mean_wire", mean_wire, tuple(MEAN_WIRES))
     return wire, mean_wire
 
 

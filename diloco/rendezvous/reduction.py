@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from diloco.rendezvous.envelope import Proof
-from diloco.wires.wire import PIECE, BlockWriter, NotFiniteError, Wire, blocks_of, decoded
+from diloco.wires.wire import PIECE, BlockWriter, MalformedBlockError, NotFiniteError, Wire, blocks_of, decoded
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ShardInput:
 
 
 class BadInputError(Exception):
-    """An input does not match its digests, or is not finite. Read it again, or compute the mean without it.
+    """An input does not match its digests, is malformed, or is not finite. Read it again, or compute the mean without it.
 
     Args:
         rank: the rank of the contribution.
@@ -110,7 +110,11 @@ def weighted_mean(
                 a.fill(0.0)
             for position, (source, weight, digest) in enumerate(zip(sources, weights, hashes, strict=True)):
                 digest.update(source[span])
-                wire.accumulate(source, n, start, weight, a, p, first=position == 0)
+                try:
+                    wire.accumulate(source, n, start, weight, a, p, first=position == 0)
+                except MalformedBlockError as error:
+                    # The sum is incomplete, and the digest would not change that. So leave the rest of the block.
+                    raise BadInputError(inputs[position].rank, str(error)) from None
             try:
                 writer.write(a, start)
             except NotFiniteError:
