@@ -29,7 +29,9 @@ class ShardInput:
 
 
 class BadInputError(Exception):
-    """An input does not match its digests, is malformed, or is not finite. Read it again, or compute the mean without it.
+    """An input does not match its digests, is malformed, or is not finite.
+
+    Read it again, or compute the mean without it.
 
     Args:
         rank: the rank of the contribution.

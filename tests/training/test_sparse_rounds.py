@@ -1,4 +1,4 @@
-"""Rounds over a sparse wire: work that is not sent waits, partly beside the model, and malformed work changes nothing."""
+"""Rounds over a sparse wire: work that is not sent waits, partly beside the model. Malformed work changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sparse wire `top8`: its bytes against a reference that goes element by element, and every form that is refused."""
+"""The sparse wire `top8`: its bytes, against a reference that goes element by element, and each form that is refused."""
 
 from __future__ import annotations
 
