@@ -101,7 +101,10 @@ class BufferPool:
 
 
 class WireError:
-    """Measures the rounding error of a wire, relative to the work."""
+    """Measures the work that was not sent, relative to all work.
+
+    With most wires that is their rounding error. With a sparse wire it is most of the work, in every round.
+    """
 
     def __init__(self) -> None:
         self._lost_square = self._square = 0.0

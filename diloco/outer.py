@@ -170,9 +170,11 @@ class DiLoCo:
         mix: Share of the live value that is kept when a mean is applied, from 0 to 1. Default 0. It must be 0 with
             `merge="carry"`. May differ between replicas.
         wire: Encoding of contributions. Default "fp32". "bf16" has half the bytes, "int8" a quarter and "int4" an
-            eighth. The rounding error is kept, and is part of the next contribution.
-        mean_wire: Encoding of means, one of the four values of `wire`. Default None: the value of `wire`, but "int8" if
-            `wire` is "int4".
+            eighth. The rounding error is kept, and is part of the next contribution. "top8" has a 42nd: it sends one
+            value in eight, and later contributions have the rest. It needs memory for one more copy of the model, and
+            costs loss in short runs and with more than 20 `inner_steps`.
+        mean_wire: Encoding of means: "fp32", "bf16", "int8" or "int4". Default None: the value of `wire`, but "int8" if
+            `wire` is "int4", and "int4" if `wire` is "top8".
 
     Args: Work and data
         weight: Weight of this replica's work in the mean, more than 0, default 1. Or a function without parameters that
@@ -186,7 +188,7 @@ class DiLoCo:
             Default 4. None: never. May differ between replicas.
         sync_buffers: True: float buffers that the model saves are averaged, too, such as the statistics of a BatchNorm.
             Each merge sets them to the anchor's values. False: each replica keeps its own. Default None: True, but
-            False and a warning with a wire of "int8" or "int4", which is too coarse. Integer buffers are never
+            False and a warning with a wire of "int8", "int4" or "top8", which is too coarse. Integer buffers are never
             averaged. Before the final average, the statistics of a BatchNorm do not fit the anchor: to evaluate it,
             compute them again with `torch.optim.swa_utils.update_bn`.
         same_data: Reaction to another replica that sends the same work, bit for bit, in three rounds in a row. Both

@@ -55,7 +55,10 @@ class Limits:
     abort_check_s: float = 1.0
     """The shortest time, in seconds, between two looks for an abort."""
     small_bytes: int = 4 << 20
-    """The largest contribution whose mean is stored inside the seal. Larger means are cut into shards."""
+    """The largest size of a contribution, and of a mean, with which the mean is stored inside the seal.
+
+    Larger means are cut into shards.
+    """
     block_elements: int = BLOCK_ELEMENTS
     """The elements of one block, which has one digest. All replicas must agree on it."""
 
@@ -125,8 +128,11 @@ class Layout:
 
     @cached_property
     def is_small(self) -> bool:
-        """True if the mean is stored inside the seal."""
-        return self.size_bytes <= self.limits.small_bytes
+        """True if the mean is stored inside the seal.
+
+        Then the contributions are read whole, too. So both must be small: a mean may be larger than a contribution.
+        """
+        return max(self.size_bytes, self.mean_bytes) <= self.limits.small_bytes
 
     def n_shards(self, n_ranks: int) -> int:
         """Return the number of shards of a mean: one for each rank, but none smaller than a block, and at most 64.
@@ -475,7 +481,8 @@ class RoundReport:
         late_s: Time for which training was held up. Less than the round took if rounds run in the background.
         busy_s: Time that the round took, also while training continued.
         stale_steps: Inner steps between sending the work and applying the mean.
-        wire_error: Part of this replica's work that rounding lost: |work - sent| / |work|. None: not measured.
+        wire_error: Part of this replica's work that was not sent: |work - sent| / |work|. It is part of later
+            contributions. With wire="top8" it is about 0.8 in every round, which is no fault. None: not measured.
     """
 
     round: int

@@ -80,7 +80,10 @@ class ApplyStats:
     mean_norm: float | None = None
     """The norm of the mean. None: there was no mean."""
     wire_error: float | None = None
-    """The share of the held work that the wire lost by rounding. None: not known, or no work was counted."""
+    """The share of the work that was not sent: the wire has rounded it off, or leaves it to later contributions.
+
+    None: not known, or no work was counted.
+    """
 
 
 class TrainingState(Protocol):

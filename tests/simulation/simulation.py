@@ -90,7 +90,7 @@ class Simulation(Invariants):
             scenario.n_fragments,
             slot % SLOTS,
             slot,
-            is_lossy=scenario.is_lossy,
+            wires=scenario.wires,
             keeps_later_work=scenario.keeps_later_work,
         )
         steps = replace(self.steps)  # each replica has its own plan, because it learns by itself that a run was stopped

@@ -72,7 +72,13 @@ def size(wire: str, n: int) -> int:
         "bf16": 2 * n,
         "int8": 4 * -(-n // 256) + n,
         "int4": -(-4 * -(-n // 128) // 8) * 8 + -(-n // 2),
+        "top8": -(-4 * -(-n // 4096) // 8) * 8 + n // 4096 * 384 + top8_chunk_size(n % 4096),
     }[wire]
+
+
+def top8_chunk_size(n: int) -> int:
+    k = -(-n // 8)
+    return -(-2 * k // 8) + -(-k // 2)
 
 
 def parts(wire: str, block: bytes, n: int) -> tuple[Floats, Floats]:
@@ -81,6 +87,8 @@ def parts(wire: str, block: bytes, n: int) -> tuple[Floats, Floats]:
         return np.frombuffer(block, "<f4"), np.ones(n, F32)
     if wire == "bf16":
         return (np.frombuffer(block, "<u2").astype(np.uint32) << 16).view(F32), np.ones(n, F32)
+    if wire == "top8":
+        return top8_parts(block, n)
     groups = -(-n // GROUP[wire])
     scales = np.repeat(np.frombuffer(block, "<f4", groups), GROUP[wire])[:n]
     if wire == "int8":
@@ -93,9 +101,33 @@ def parts(wire: str, block: bytes, n: int) -> tuple[Floats, Floats]:
     return (np.concatenate(whole).astype(F32) - F32(8))[:n], scales
 
 
+def top8_parts(block: bytes, n: int) -> tuple[Floats, Floats]:
+    """Return 1, -1 or 0 for each value, and the scale of its chunk."""
+    n_chunks = -(-n // 4096)
+    numbers, at = np.zeros(n, F32), -(-4 * n_chunks // 8) * 8
+    assert not any(block[4 * n_chunks : at])
+    for first in range(0, n, 4096):
+        m = min(4096, n - first)
+        k = -(-m // 8)
+        high = int.from_bytes(block[at : at + -(-2 * k // 8)], "little")
+        low = int.from_bytes(block[at + -(-2 * k // 8) : at + top8_chunk_size(m)], "little")
+        bits = [bit for bit in range(2 * k) if high >> bit & 1]
+        assert high >> 2 * k == low >> 4 * k == 0
+        halves = [low >> 4 * j & 15 for j in range(k)]
+        positions = [8 * (bit - j) + (half & 7) for j, (bit, half) in enumerate(zip(bits, halves, strict=True))]
+        assert positions == sorted(set(positions))
+        assert positions[-1] < m
+        numbers[[first + position for position in positions]] = [-1 if half & 8 else 1 for half in halves]
+        at += top8_chunk_size(m)
+    assert at == len(block)
+    scales = np.frombuffer(block, "<f4", n_chunks)
+    assert all(0 <= scale <= np.finfo(F32).max / 2 for scale in scales)
+    return numbers, np.repeat(scales, 4096)[:n]
+
+
 def decoded(wire: str, block: bytes, n: int) -> Floats:
     numbers, scales = parts(wire, block, n)
-    return numbers * scales if wire in GROUP else numbers
+    return numbers * scales if wire in GROUP or wire == "top8" else numbers
 
 
 def encoded(wire: str, values: Floats) -> bytes:
@@ -311,6 +343,8 @@ class Run:
                 weight = F32(weights[rank] / total)
                 numbers, scales = parts(self.contract["wire"], part.blocks[block], part.sizes[block])
                 product = numbers * (scales * weight)
+                if acc is None and self.contract["wire"] == "top8":
+                    acc = np.zeros(len(product), F32)
                 acc = product if acc is None else acc + product
             yield np.zeros(min(self._block, n - block * self._block), F32) if acc is None else acc
 

@@ -28,6 +28,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "int8, means fp32": {"wire": "int8", "mean_wire": "fp32", "limits": SHARDED},
     "int8 in the seal": {"wire": "int8", "fragments": 2, "total_steps": 12},
     "int4 in the seal": {"wire": "int4", "mean_wire": "int4", "limits": Limits(block_elements=600)},
+    "top8, means int4": {"wire": "top8", "limits": SHARDED, "fragments": 2},
+    "top8 in the seal": {"wire": "top8", "mean_wire": "fp32", "total_steps": 12},
     "signed": {"wire": "int8", "key": b"the key of a run", "limits": SHARDED},
     "signed, in the seal": {"key": b"the key of a run"},
 }

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support.training import PLAIN, leave, next_process, nudge, place
+from support.wires import REFUSED, N, block_of_three
 from torch import Tensor, nn
-from unit.diloco.test_sparse_wire import REFUSED, N, block_of_three
 
 from diloco import DiLoCo
 from diloco.outer import open_diloco

@@ -1,15 +1,14 @@
-"""The sparse wire `top8`: its bytes, against a reference that goes element by element, and each form that is refused."""
+"""The sparse wire `top8`: its bytes against a reference that goes element by element, and each form it refuses."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.diloco.test_wires import decoded, encoded, values
+from support.wires import REFUSED, N, block_of_three, decoded, encoded, values
 from xxhash import xxh3_64_hexdigest
 
 from diloco.rendezvous.envelope import UNSIGNED
@@ -171,58 +170,6 @@ def test_one_value_that_is_not_finite_or_too_large_is_refused_by_the_sender(bad:
             continue
         with pytest.raises(NotFiniteError):
             encoded(TOP8, of)
-
-
-def flip_low(block: bytearray, n: int, position: int) -> None:
-    """Let the first half of a block of one chunk name another position."""
-    n_high = -(-2 * -(-n // 8) // 8)
-    block[8 + n_high] = block[8 + n_high] & 0xF0 | position
-
-
-def of_bits(*bits: int) -> Callable[[bytearray], None]:
-    """Set the bits of the positions in a block of 24 values, whose positions have three bits in one byte."""
-
-    def change(block: bytearray) -> None:
-        block[8] = sum(1 << bit for bit in bits)
-
-    return change
-
-
-def of_scale(scale: float) -> Callable[[bytearray], None]:
-    return lambda block: struct.pack_into("<f", block, 0, scale)
-
-
-def of_byte(at: int, value: int) -> Callable[[bytearray], None]:
-    return lambda block: block.__setitem__(at, value)
-
-
-N = 23
-"""A block of 23 values: one scale, 4 zeros, a byte of 6 bits for 3 positions, and 2 bytes of 3 halves."""
-REFUSED: dict[str, Callable[[bytearray], None]] = {
-    "a negative scale": of_scale(-1.0),
-    "a scale of minus zero": of_scale(-0.0),
-    "a scale of NaN": of_scale(float("nan")),
-    "an infinite scale": of_scale(float("inf")),
-    "a scale above half of the largest float32": of_scale(1.8e38),
-    "a byte after the scales": of_byte(5, 1),
-    "one position too few": of_bits(0, 2),
-    "one position too many": of_bits(0, 1, 2, 4),
-    "no position": of_bits(),
-    "a position after the last value": of_byte(10, 7),
-    "a bit after the last one": of_bits(0, 1, 7),
-    "one position twice": lambda block: (of_bits(0, 1, 2)(block), of_byte(9, 0x33)(block))[0],
-    "positions that fall": lambda block: (of_bits(0, 1, 2)(block), of_byte(9, 0x35)(block))[0],
-    "a half after the last one": of_byte(10, 0x16),
-}
-
-
-def block_of_three() -> bytearray:
-    """Return a block whose positions are 3, 12 and 22."""
-    of = np.zeros(N, F)
-    of[[3, 12, 22]] = 1, -2, 3
-    block = bytearray(encoded(TOP8, of))
-    assert block[8:] == bytes([0b10101, 0x43 | 0x80, 0x06])
-    return block
 
 
 @pytest.mark.parametrize("what", REFUSED)

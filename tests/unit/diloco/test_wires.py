@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.wires import decoded, encoded, values
 from xxhash import xxh3_64_hexdigest
 
 from diloco.wires import DEFAULT_MEAN_WIRE, FP32, MEAN_WIRES, WIRES
@@ -19,30 +20,6 @@ from diloco.wires.wire import BLOCK_ELEMENTS, PIECE, Floats, NotFiniteError, Wir
 
 SIZES = (1, 127, 128, 129, 255, 256, 257, 8191, 8192, 8193, BLOCK_ELEMENTS, BLOCK_ELEMENTS + 77)
 LOSSY = [wire for wire in MEAN_WIRES.values() if not wire.is_exact]
-
-
-def values(n: int) -> Floats:
-    """Return values of many magnitudes, the same on every machine. Some groups are zeros, and some are tiny."""
-    rng = np.random.default_rng(n)
-    found = np.ldexp(rng.integers(-(1 << 23), 1 << 23, n), rng.integers(-60, -20, n)).astype(np.float32)
-    found[300:700] = 0.0
-    found[3000:3400] = np.ldexp(found[3000:3400], -100)
-    return found
-
-
-def encoded(wire: Wire, of: Floats) -> bytes:
-    block = memoryview(bytearray(wire.size(len(of))))
-    for start in range(0, len(of), PIECE):
-        wire.encode(of[start : start + PIECE].copy(), block, len(of), start)
-    return bytes(block)
-
-
-def decoded(wire: Wire, block: bytes, n: int) -> Floats:
-    out = np.empty(n, np.float32)
-    for start in range(0, n, PIECE):
-        room = out[start : start + PIECE]
-        room[:] = wire.decode(memoryview(block), n, start, room)
-    return out
 
 
 # -- the reference: one value after the other --------------------------------------------------------------------------
