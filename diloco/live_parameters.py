@@ -170,7 +170,7 @@ class WaitingRest:
         np.multiply(kept, self._live, out=kept)
 
     def restore(self, progress: Tensor) -> Tensor:
-        """Divide the whole work of an earlier attempt, and return the share that belongs into the live parameters.
+        """Divide the whole work of an earlier attempt, and return the share that belongs in the live parameters.
 
         Nothing is given up: a replica that comes back loses no work.
 

@@ -482,7 +482,8 @@ class RoundReport:
         busy_s: Time that the round took, also while training continued.
         stale_steps: Inner steps between sending the work and applying the mean.
         wire_error: Part of this replica's work that was not sent: |work - sent| / |work|. It is part of later
-            contributions. With wire="top8" it is about 0.8 in every round, which is no fault. None: not measured.
+            contributions. With wire="top8" it is about 0.8 in every round, as intended. None: not
+            measured.
     """
 
     round: int

@@ -4,7 +4,7 @@ A chunk is sent as the positions of its largest values, in rising order, each wi
 encoded by the method of Elias and Fano with three low bits: 6 bits for a position and its sign, where a 12-bit index
 and a 2-bit value take 14. The size of a block still follows from its number of values alone.
 
-The values that are not sent are no rounding error: they are seven eighths of the work. `Wire.keeps` and `Wire.live` say
+The values that are not sent are not a rounding error: they are seven eighths of the work. `Wire.keeps` and `Wire.live` say
 what a sender does with them. Three published methods are close to this one: signs with error feedback (Karimireddy et
 al., arXiv:1901.09847), sparse contributions with error feedback (Stich et al., arXiv:1809.07599), and SparseLoCo
 (arXiv:2508.15706). ADR 0084 has the measurements that this wire follows.
@@ -168,7 +168,7 @@ class Top8:
 
 
 def _largest(values: Floats, rows: Rows) -> Positions:
-    """Return the positions of the largest magnitudes of each chunk, in rising order. Of equal ones, take the lower.
+    """Return the positions of the largest magnitudes of each chunk, in rising order. If some are equal, take the lower.
 
     Args:
         values: the values of the chunks.
@@ -237,8 +237,8 @@ def _read(data: Bytes, rows: Rows) -> tuple[Positions, Bits]:
     positions -= np.arange(n_sent)
     positions <<= 3
     positions += codes & 7
-    # Each chunk must name values of its own, and none of them twice. Of a value that is named twice, one library would
-    # add the last weight alone, and another one would add both.
+    # Each chunk must name values of its own, and none of them twice. If a value is named twice, one library adds it once
+    # and another one twice.
     of_chunk = positions.reshape(rows.n, rows.n_sent)
     starts = rows.length * np.arange(rows.n)
     are_inside = (of_chunk[:, 0] >= starts).all() and (of_chunk[:, -1] < starts + rows.length).all()

@@ -12,7 +12,8 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
 from diloco import planner, processor, settings
@@ -243,7 +244,7 @@ def test_a_better_link_never_makes_rounds_longer(job: Workload, wire: str, facto
     assert evaluate(fast.workload, slow.choice).share <= slow.share
 
 
-@settings(deadline=None)  # a loaded machine may take long
+@example_settings(deadline=None)  # a loaded machine may take long
 @given(job=JOBS)
 def test_every_plan_can_be_passed_on(job: Workload) -> None:
     plan = choose(job)
@@ -254,7 +255,7 @@ def test_every_plan_can_be_passed_on(job: Workload) -> None:
     assert min(plan.up, plan.down, plan.requests_usd(PRICES["s3"], 10), plan.egress_usd(PRICES["s3"], 10)) >= 0
 
 
-@settings(deadline=None)
+@example_settings(deadline=None)
 @given(
     job=JOBS, params=st.floats(1e9, 405e9).map(round), wire=NAMES, mean_wire=st.none() | MEAN_NAMES,
     fragments=st.none() | st.integers(1, 200),
