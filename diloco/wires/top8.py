@@ -168,7 +168,9 @@ class Top8:
 
 
 def _largest(values: Floats, rows: Rows) -> Positions:
-    """Return the positions of the largest magnitudes of each chunk, in rising order. If some are equal, take the lower.
+    """Return the positions of the largest magnitudes of each chunk, in rising order.
+
+    If magnitudes are equal, the lower positions are taken.
 
     Args:
         values: the values of the chunks.
@@ -237,8 +239,8 @@ def _read(data: Bytes, rows: Rows) -> tuple[Positions, Bits]:
     positions -= np.arange(n_sent)
     positions <<= 3
     positions += codes & 7
-    # Each chunk must name values of its own, and none of them twice. If a value is named twice, one library adds it once
-    # and another one twice.
+    # Each chunk must name values of its own, and none of them twice. If a value is named twice, one library adds it
+    # once, and another one twice.
     of_chunk = positions.reshape(rows.n, rows.n_sent)
     starts = rows.length * np.arange(rows.n)
     are_inside = (of_chunk[:, 0] >= starts).all() and (of_chunk[:, -1] < starts + rows.length).all()
