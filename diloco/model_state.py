@@ -82,6 +82,7 @@ class ModelState:
         self._mix = settings.mix
         self.wire = wire_named(settings.wire)
         self.mean_wire = wire_named(settings.resolved_mean_wire)
+        self.clips = settings.robust == "clip"
         self.leaves_no_work = self.wire.is_exact and not self.keeps_later_work and not self._mix
         """True if a round that counted all work leaves the live parameters equal to the anchor."""
         self._proof = proof_of(settings.key)

@@ -25,6 +25,7 @@ from typing import Any, Literal, Self
 from torch import Tensor, nn
 
 from diloco.attached_state import AttachedState
+from diloco.clipped_work import ClippedWorkCheck
 from diloco.duplicate_work import DuplicateWorkCheck, SameDataMode
 from diloco.errors import DiLoCoError
 from diloco.extra_tensors import ExtraTensors, ExtraTensorsModule, addresses_of
@@ -176,6 +177,10 @@ class DiLoCo:
         mean_wire: Encoding of means: "fp32", "bf16", "int8" or "int4". Default None: the value of `wire`, but "int8" if
             `wire` is "int4", and "int4" if `wire` is "top8".
 
+        robust: "clip": a contribution that is much larger than the others counts with the median of their norms. This
+            limits the harm of one replica whose gradients explode. It needs at least three replicas, and averages take
+            longer. Default None: every contribution counts as it is.
+
     Args: Work and data
         weight: Weight of this replica's work in the mean, more than 0, default 1. Or a function without parameters that
             is called for each contribution, for example for its number of tokens. A number is scaled down for work of
@@ -247,6 +252,7 @@ class DiLoCo:
         mix: float = 0.0,
         wire: str = "fp32",
         mean_wire: str | None = None,
+        robust: Literal["clip"] | None = None,
         late: Literal["carry", "drop"] = "carry",
         carry_rounds: int | None = 4,
         min_quorum: int | None = None,
@@ -327,6 +333,7 @@ class DiLoCo:
             None if location.is_alone else UnsharedStateWriter(patient, keys, me.rank, proof, workers.uploads)
         )
         self._duplicate_work = DuplicateWorkCheck(same_data, me.rank, location.replica, self._model_state.had_moved)
+        self._clipped_work = ClippedWorkCheck(me.rank)
         self._extension = Extension(
             location.replica if location.is_of_replica else None, settings.plan, unit=settings.unit_of_total,
             per_total=settings.plan_steps_per_total, is_trainers=internals.is_trainers,
@@ -617,8 +624,8 @@ class DiLoCo:
         tensors = ExtraTensorsModule(thing)
         self._early_copies.take_anchor(tensors.tensors().values())
         names = (
-            "inner_steps", "round_seconds", "total_steps", "total_rounds", "wire", "mean_wire", "late", "carry_rounds",
-            "min_quorum", "grace_s", "round_timeout_s", "weight", "snapshot_every",
+            "inner_steps", "round_seconds", "total_steps", "total_rounds", "wire", "mean_wire", "robust", "late",
+            "carry_rounds", "min_quorum", "grace_s", "round_timeout_s", "weight", "snapshot_every",
         )  # fmt: skip
         options: dict[str, Any] = {name: getattr(self._settings, name) for name in names}
         other = open_diloco(
@@ -944,6 +951,8 @@ class RoundScope:
         link.note_step(side.phase.run_step, plan.total_steps)
         if not diloco._duplicate_work.needs_no_check or any(report.same for report in reports):
             diloco._duplicate_work.check(reports)
+        if diloco._settings.robust is not None:
+            diloco._clipped_work.check(reports)
         step = diloco._inner_step
         link.show_step(step)
         if diloco._attached.things or diloco._attached.kept is not None:

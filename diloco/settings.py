@@ -68,6 +68,7 @@ class DiLoCoSettings:
     mix: float
     wire: str
     mean_wire: str | None
+    robust: str | None
     late: str
     carry_rounds: int | None
     min_quorum: int | None
@@ -138,6 +139,8 @@ class DiLoCoSettings:
                     f"min_quorum must be at most the world size of {self.world_size}, got min_quorum={self.min_quorum}."
                 )
         _one_of("late", self.late, ("carry", "drop"))
+        if self.robust is not None and self.robust != "clip":
+            raise ValueError(f"robust must be None or 'clip', got robust={self.robust!r}.")
         _one_of("same_data", self.same_data, ("raise", "warn", "allow"))
         if self.outer_lr is not None:
             _number("outer_lr", self.outer_lr, also="None or ")
@@ -426,6 +429,7 @@ class DiLoCoSettings:
             "fragments": self.n_fragments,
             "wire": self.wire,
             "mean_wire": self.resolved_mean_wire,
+            **({} if self.robust is None else {"robust": self.robust}),
             **by_clock,
             "inner_steps": self.steps_of_round if self.round_seconds is None else None,
             "momentum_warmup": self.warmup,

@@ -20,7 +20,7 @@ import numpy as np
 from diloco.rendezvous.envelope import BadRecordError
 from diloco.rendezvous.frames import READ_TRIES, Contribution, MeanHead, Seal, SealedReplica
 from diloco.rendezvous.frames import head_bytes as head_bytes_of
-from diloco.rendezvous.reduction import BadInputError, ShardInput, Write, is_mean
+from diloco.rendezvous.reduction import BadInputError, BlockFormat, ShardInput, Write, is_mean
 from diloco.rendezvous.round import Context, EntryState, ShardRange, owners
 
 log = logging.getLogger(__name__)
@@ -153,6 +153,7 @@ class Reducer:
         is_mine = stored is not None and stored == mine
         if head is not None and payload is not None and is_mine:
             entry.left_out.update(head.left_out)
+            entry.clipped.update(head.clipped)
             return payload
         return self._check(entry, seal, shard, self._store.peek(key, moves=not is_mine))
 
@@ -174,6 +175,7 @@ class Reducer:
                 head = MeanHead.parse(data, key, self._proof, wire=layout.mean_wire.name)
                 if is_mean(payload, layout.blocks(part.n_elements, self._proof), head.blocks):
                     entry.left_out.update(head.left_out)
+                    entry.clipped.update(head.clipped)
                     return payload
             self._store.record_misread(key, data)
         return self._recover(entry, seal, shard, head)
@@ -215,7 +217,7 @@ class Reducer:
         def reduce(inputs: Sequence[ShardInput], left_out: tuple[int, ...]) -> tuple[MeanHead, memoryview]:
             if mine is not None:
                 entry.overwritten.add(shard)
-            return MeanHead(self._context.reduce(inputs, out, blocks), left_out, layout.mean_wire.name), out
+            return self._reduced(inputs, out, blocks, left_out), out
 
         return self._with_inputs(entry, seal, shard, reduce)
 
@@ -234,15 +236,27 @@ class Reducer:
             heads: list[MeanHead] = []
 
             def produce(write: Write) -> bytes:
-                heads.append(
-                    MeanHead(self._context.reduce(inputs, out, blocks, write), left_out, layout.mean_wire.name)
-                )
+                heads.append(self._reduced(inputs, out, blocks, left_out, write))
                 return heads[-1].head(key, self._proof)
 
             self._store.create_streamed(key, head_bytes, head_bytes + part.mean_bytes, produce)
             return heads[-1] if heads else None
 
         return self._with_inputs(entry, seal, shard, reduce)
+
+    def _reduced(
+        self,
+        inputs: Sequence[ShardInput],
+        out: memoryview,
+        blocks: BlockFormat,
+        left_out: tuple[int, ...],
+        write: Write | None = None,
+    ) -> MeanHead:
+        """Compute a shard, and return its head."""
+        clipped: set[int] = set()
+        options = {"clipped": clipped} if blocks.clips else {}
+        digests = self._context.reduce(inputs, out, blocks, write, **options)
+        return MeanHead(digests, left_out, blocks.mean_wire.name, tuple(sorted(clipped)))
 
     def _with_inputs(
         self, entry: EntryState, seal: Seal, shard: int, act: Callable[[Sequence[ShardInput], tuple[int, ...]], T]

@@ -86,6 +86,7 @@ class Layout:
         limits: the sizes of blocks, and of small entries.
         wire: the encoding of contributions.
         mean_wire: the encoding of means.
+        clips: True if contributions that are much larger than the others are scaled down.
 
     Example:
         Layout(n, Limits(), FP32, FP32).shard(0, 4)
@@ -95,6 +96,7 @@ class Layout:
     limits: Limits
     wire: Wire
     mean_wire: Wire
+    clips: bool = False
 
     @cached_property
     def n_blocks(self) -> int:
@@ -184,7 +186,7 @@ class Layout:
             n_elements: the number of elements of the range.
             proof: the kind of digests.
         """
-        return BlockFormat(n_elements, self.limits.block_elements, self.wire, self.mean_wire, proof)
+        return BlockFormat(n_elements, self.limits.block_elements, self.wire, self.mean_wire, proof, self.clips)
 
 
 def owners(entry: int, ranks: Iterable[int], shard: int) -> list[int]:
@@ -292,7 +294,9 @@ class Context:
         self.standstill = StandstillWatch(
             self.store, self.keys, self.me, self.members, self.on_standstill, self.clock, after_s
         )
-        self.layouts = tuple(Layout(n, self.limits, training.wire, training.mean_wire) for n in training.sizes())
+        self.layouts = tuple(
+            Layout(n, self.limits, training.wire, training.mean_wire, training.clips) for n in training.sizes()
+        )
 
     @property
     def ask_again_s(self) -> float:
@@ -403,6 +407,8 @@ class EntryState:
     """The parts of the mean that were read, by shard."""
     left_out: set[int] = field(default_factory=set)
     """Ranks whose input could not be used, according to the shards of the mean."""
+    clipped: set[int] = field(default_factory=set)
+    """Ranks whose input was scaled down in a block, according to the shards of the mean."""
     reloaded: bool = False
     """True if this replica was outvoted in this entry, and has taken the state from the log again."""
     blocked: str | None = None
@@ -484,6 +490,8 @@ class RoundReport:
         wire_error: Part of this replica's work that was not sent: |work - sent| / |work|. It is part of later
             contributions. With wire="top8" it is about 0.8 in every round, as intended. None: not
             measured.
+        clipped: The ranks whose contribution was scaled down, because it was much larger than the others. Empty without
+            `robust="clip"`.
     """
 
     round: int
@@ -510,6 +518,7 @@ class RoundReport:
     busy_s: float = 0.0
     stale_steps: int = 0
     wire_error: float | None = None
+    clipped: tuple[int, ...] = ()
 
     def line(self) -> dict[str, Any]:
         """Return the fields that are stored with the run, as `executors.metrics.rows.Round` describes them.
@@ -538,6 +547,7 @@ class RoundReport:
             "stale_steps": self.stale_steps,
             "wire_error": self.wire_error,
             **({"same": self.same} if self.same else {}),
+            **({"clipped": self.clipped} if self.clipped else {}),
         }
 
     @classmethod

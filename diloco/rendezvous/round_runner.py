@@ -336,6 +336,7 @@ class RoundRunner:
             ended=ended,
             busy_s=self._context.clock() - (entry.started_s if entry.busy_from_s is None else entry.busy_from_s),
             wire_error=applied.wire_error,
+            clipped=tuple(sorted({*seal.clipped, *entry.clipped})),
         )
 
     # -- the result --------------------------------------------------------------------------------------------------

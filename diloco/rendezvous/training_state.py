@@ -98,6 +98,8 @@ class TrainingState(Protocol):
     """The encoding of contributions."""
     mean_wire: Wire
     """The encoding of means."""
+    clips: bool
+    """True if a mean scales down contributions that are much larger than the others."""
     keeps_later_work: bool
     """True if steps that were made after the work was held stay in the live parameters when the held work is counted.
     """
@@ -214,7 +216,7 @@ class TrainingState(Protocol):
 
 
 ARGUMENTS = (
-    *("round_seconds", "inner_steps", "total_steps", "total_rounds", "fragments", "wire", "mean_wire"),
+    *("round_seconds", "inner_steps", "total_steps", "total_rounds", "fragments", "wire", "mean_wire", "robust"),
     *("outer_optimizer", "outer_lr", "outer_momentum", "momentum_warmup", "final_average", "snapshot_every"),
 )
 """The arguments of `DiLoCo` that all replicas share, in the order in which an error names them."""

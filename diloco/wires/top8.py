@@ -4,9 +4,9 @@ A chunk is sent as the positions of its largest values, in rising order, each wi
 encoded by the method of Elias and Fano with three low bits: 6 bits for a position and its sign, where a 12-bit index
 and a 2-bit value take 14. The size of a block still follows from its number of values alone.
 
-The values that are not sent are not a rounding error: they are seven eighths of the work. `Wire.keeps` and `Wire.live` say
-what a sender does with them. Three published methods are close to this one: signs with error feedback (Karimireddy et
-al., arXiv:1901.09847), sparse contributions with error feedback (Stich et al., arXiv:1809.07599), and SparseLoCo
+The values that are not sent are not a rounding error: they are seven eighths of the work. `Wire.keeps` and `Wire.live`
+say what a sender does with them. Three published methods are close to this one: signs with error feedback (Karimireddy
+et al., arXiv:1901.09847), sparse contributions with error feedback (Stich et al., arXiv:1809.07599), and SparseLoCo
 (arXiv:2508.15706). ADR 0084 has the measurements that this wire follows.
 """
 

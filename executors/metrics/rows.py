@@ -133,6 +133,8 @@ class Round(Record):
     """The part of the contribution that is rounding error of the wire. None if it was not measured."""
     same: tuple[int, ...] = checked(list_of(RANK), ())
     """The ranks, its own included, that sent the same work: they train on the same data."""
+    clipped: tuple[int, ...] = checked(list_of(RANK), ())
+    """The ranks whose work was scaled down in the mean, because it was much larger than the others' work."""
 
     @property
     def round_s(self) -> float:

@@ -123,6 +123,7 @@ class IntegerState:
     """A `TrainingState` of whole numbers. Each process adds 1 to its own slot at each step."""
 
     carries = True
+    clips = False
     proof: Proof = UNSIGNED
 
     def __init__(

@@ -77,8 +77,8 @@ class CheckedModelState(IntegerState):
         settings = DiLoCoSettings.of(given, n_fragments=len(fragments), world_size=1, rank=0)
         self.real = ImitatingModelState(model, fragments, settings, block_elements=BLOCK_ELEMENTS)
         self.real.wire, self.real.mean_wire, self.real._is_final = self.wire, self.mean_wire, is_final  # type: ignore[assignment]
-        for fragment, held in zip(fragments, self.real._held, strict=True):
-            held.rest = WaitingRest(fragment, self.wire) if self.wire.is_sparse else None
+        for part, held in zip(fragments, self.real._held, strict=True):
+            held.rest = WaitingRest(part, self.wire) if self.wire.is_sparse else None
         self.real.anchor.outer = [
             ImitatingOptimizer(f, a, settings.schedule) for f, a in zip(fragments, self.real.anchors, strict=True)
         ]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from diloco import model_state
-from diloco.live_parameters import HeldWork, WaitingRest
+from diloco.live_parameters import HeldWork, WaitingRest, pack
 from simulation.model_check import CheckedModelState
 from simulation.scenario import Scenario
 from simulation.simulation import run_schedule
@@ -21,12 +20,10 @@ SHOWN_BY = 22
 
 
 def pack_without_the_rest(patch: pytest.MonkeyPatch) -> None:
-    pack = model_state.pack
-
     def mutant(*arguments: Any, rest: Any = None, **options: Any) -> Any:
         return pack(*arguments, **options)
 
-    patch.setattr(model_state, "pack", mutant)
+    patch.setattr("diloco.model_state.pack", mutant)
 
 
 def give_up_twice(remove: Callable[..., Any], self: HeldWork, sent: Any, *, keeps_later: bool, mix: float) -> Any:

@@ -316,7 +316,9 @@ class Run:
             part = self._cut(payload, wire, n, first, end)
             if n_shards:
                 assert head["blocks"] == "".join(map(self._proof.digest, part.blocks))
+            self.scaled_down: set[int] = set()
             assert part.blocks == [encoded(wire, values) for values in self._means(entry, seal.head, used, first, end)]
+            assert head.get("clipped", []) == sorted(self.scaled_down)
             mean += [decoded(wire, block, n) for block, n in zip(part.blocks, part.sizes, strict=True)]
         self._step(entry, fragment, np.concatenate(mean))
 
@@ -339,14 +341,33 @@ class Run:
         sent = {rank: self._contribution(entry, rank, seal["replicas"][str(rank)], n) for rank in sorted(weights)}
         for block in range(first, end):
             acc: Floats | None = None
+            factors = self._factors({rank: (part.blocks[block], part.sizes[block]) for rank, part in sent.items()})
             for rank, part in sent.items():
-                weight = F32(weights[rank] / total)
+                weight = F32(weights[rank] / total) * factors[rank]
+                if factors[rank] < 1:
+                    self.scaled_down.add(rank)
                 numbers, scales = parts(self.contract["wire"], part.blocks[block], part.sizes[block])
                 product = numbers * (scales * weight)
                 if acc is None and self.contract["wire"] == "top8":
                     acc = np.zeros(len(product), F32)
                 acc = product if acc is None else acc + product
             yield np.zeros(min(self._block, n - block * self._block), F32) if acc is None else acc
+
+    def _factors(self, blocks: Mapping[int, tuple[bytes, int]]) -> dict[int, np.float32]:
+        """Return the factor of each rank's block: less than 1 if it is more than three times the median."""
+        factors = dict.fromkeys(blocks, F32(1))
+        if self.contract.get("robust") != "clip" or len(blocks) < 3:
+            return factors
+        squares = dict.fromkeys(blocks, 0.0)
+        for rank, (block, n) in blocks.items():
+            values = decoded(self.contract["wire"], block, n)
+            for first in range(0, n, 1 << 19):
+                squares[rank] += float(np.square(values[first : first + (1 << 19)], dtype=np.float64).sum())
+        median = sorted(squares.values())[(len(squares) - 1) // 2]
+        for rank, square in squares.items():
+            if median and square > 9 * median:
+                factors[rank] = (F32(math.sqrt(median / square)).view(np.uint32) & np.uint32(0xFFFF0000)).view(F32)
+        return factors
 
     def _contribution(self, entry: int, rank: int, member: list[Any], n: int) -> Part:
         data = self._get(f"r{entry}/contribution/{rank}")
