@@ -60,7 +60,8 @@ def train(options: Mapping[str, Any], where: Mapping[str, Any]) -> dict[int, byt
     buffers = dict(model.named_buffers())
     found = {}
     options = dict(options)
-    scale = 0.1 * (options.pop("uneven", 1.0) if where["rank"] == 1 else 1.0)
+    uneven = options.pop("uneven", 1.0)
+    scale = 0.1 * (uneven if where["rank"] == 1 else 1.0)
     with open_diloco(model, weight=1.0 + where["rank"], **options, **where) as diloco:
         diloco.attach_state("generator", torch.Generator())
         for _ in range(12):
