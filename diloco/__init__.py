@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["DiLoCo", "RoundReport"]
 
 # Loaded when first used, because the import of torch takes seconds and not every module here needs torch.
-_NEEDED = ("torch", "xxhash", "blake3")
-"""A machine that only launches and watches has none of these. The extra `diloco` brings them."""
 _LAZY = {"DiLoCo": "diloco.outer", "RoundReport": "diloco.rendezvous.round"}
 
 
@@ -27,12 +25,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'diloco' has no attribute {name!r}")
     import importlib
 
-    from executors.errors import MissingDependencyError, install_command
+    from executors.errors import raise_missing_package
 
     try:
         return getattr(importlib.import_module(_LAZY[name]), name)
-    except ModuleNotFoundError as error:
-        if error.name not in _NEEDED:
-            raise
-        message = f"{name} needs the package {error.name!r}. Install what training needs with: "
-        raise MissingDependencyError(message + install_command("diloco")) from error
+    except ImportError as error:
+        # A machine that only launches and watches does not have the packages of the extra `diloco`.
+        raise_missing_package(name, error, "diloco")

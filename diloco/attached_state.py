@@ -133,11 +133,11 @@ class AttachedState:
         """The attached objects, by name."""
         self._followers: dict[str, Any] = {}
         self.leads: dict[str, int] = {}
-        """For each schedule that follows the run, the steps that it had counted before the run began, beyond
-        `begun_at`.
+        """For each schedule that follows the run: the steps that it had counted before the run began, without the first
+        `begun_at` steps.
         """
         self.kept = self._find(keys) if me.attempt else None
-        """The state that an earlier attempt saved; None if there is none.
+        """The state that an earlier attempt saved. None: there is none.
 
         It is large, so it is released when training continues.
         """
@@ -148,13 +148,13 @@ class AttachedState:
         self._n_steps = 0
         """The steps that this process had made at the last call of `follow`."""
         self.is_behind = False
-        """True if `follow` was not called in each round so far, because nothing was attached."""
+        """True if `follow` was skipped in some rounds, because no object was attached."""
         self._missed = 0
         """Steps of the run that the attached objects missed, because the run continued without this replica."""
         self._set_to: dict[str, int] = {}
         """For each schedule that follows the run, the count that it was stepped to last.
 
-        If its count is larger now, the script steps the schedule, too.
+        If its count is larger now, the script also steps the schedule.
         """
         self._own_step_at: dict[str, int] = {}
         """For each schedule that follows the run, the number of steps that this process had made when the script
@@ -181,7 +181,7 @@ class AttachedState:
         """
 
     def begin(self, schedule: SaveSchedule) -> None:
-        """Begin to save states by a schedule.
+        """Set the times at which states are saved.
 
         Args:
             schedule: decides when states are saved.
@@ -224,7 +224,8 @@ class AttachedState:
         if name in self.things:
             raise ValueError(f"Another object is attached as {name!r}. Choose another name.")
         if any(schedule.optimizer is thing for schedule in self._followers.values()):
-            # Its saved state has a learning rate, which would replace the one that the schedule has just set.
+            # The saved state of an optimizer has a learning rate, which would replace the learning rate that the
+            # schedule has just set.
             raise ValueError(f"Optimizer {name!r} was attached after its schedule. Attach the optimizer first.")
         if follow:
             check_can_follow(name, thing)
@@ -256,8 +257,18 @@ class AttachedState:
             warnings.filterwarnings("ignore", "Detected call of", UserWarning)
             self.follow(step, self._n_steps)
 
+    def detach(self, name: str) -> None:
+        """Forget an object, because another process of the replica could not attach it.
+
+        Args:
+            name: the name of the object.
+        """
+        self.things.pop(name, None)
+        self._followers.pop(name, None)
+        self.leads.pop(name, None)
+
     def catch_up(self, step: int, n_steps: int) -> None:
-        """Count the calls of `follow` that were skipped while no object was attached.
+        """Note that calls of `follow` were skipped while no object was attached.
 
         Call this before the first `attach`.
 
@@ -296,7 +307,9 @@ class AttachedState:
         gap = step - self.step - (n_steps - self._n_steps)
         self.step, self._n_steps = step, n_steps
         self._missed += gap
-        if gap >= self._plan.steps_per_entry and len(self.things) > len(self._followers):
+        # One line for the replica: its other members have saved their states at the same step as the leader.
+        is_late = gap >= self._plan.steps_per_entry and self._member == 0
+        if is_late and len(self.things) > len(self._followers):
             now, own = self._begun_at + step, self._begun_at + step - self._missed
             log.warning(
                 "rank %s: DiLoCo %r continued at step %s, with attached state from step %s",
@@ -405,9 +418,9 @@ class AttachedState:
     def _forget_older(self) -> None:
         """Delete the states that were stored before the last two.
 
-        Between two snapshots, only the newest state is needed. The one before it stays in case the newest is damaged.
-        The first state after each snapshot stays, too, because a run that continues from an older snapshot needs a
-        state that is not newer than that snapshot. `collect_garbage` deletes these first states.
+        Between two snapshots, only the newest state is needed. The previous state stays in case the newest state is
+        damaged. The first state after each snapshot stays as well, because a run that continues from an older snapshot
+        needs a state that is not newer than that snapshot. `collect_garbage` deletes these first states.
         """
         store, me = self._store.for_thread(), self._me
         for position, n_parts, is_first in self._written[:-2]:
@@ -442,7 +455,7 @@ class AttachedState:
     def buffers_of_earlier_attempt(self) -> dict[str, Tensor]:
         """Return the buffers that an earlier attempt of this replica saved.
 
-        Empty if it saved none, or none can be read.
+        Empty if the attempt saved no buffers, or if none can be read.
         """
         with contextlib.suppress(BadRecordError), reading("buffers"):
             found = None if self.kept is None else from_arrays(self.kept.arrays, "buffers")
@@ -536,7 +549,7 @@ def _state_calls(name: str, thing: Any) -> tuple[Callable[[], Any], Callable[[An
     for take, give in _STATE_CALLS:
         if callable(getattr(thing, take, None)) and callable(getattr(thing, give, None)):
             return getattr(thing, take), getattr(thing, give)
-    if hasattr(getattr(thing, "bit_generator", None), "state"):  # a Generator of numpy
+    if hasattr(getattr(thing, "bit_generator", None), "state"):  # the object is a Generator of numpy
         return lambda: thing.bit_generator.state, lambda state: setattr(thing.bit_generator, "state", state)
     raise TypeError(
         f"attach_state({name!r}) needs an object with state_dict() and load_state_dict(), or a random generator of "
@@ -594,7 +607,8 @@ def to_arrays(state: Any, prefix: str) -> dict[str, Array]:
 
 
 def from_arrays(arrays: Mapping[str, Array], prefix: str) -> Any | None:
-    """Return the state that `to_arrays` took apart, as copies. None: there is no state under this prefix.
+    """Return the state whose arrays `to_arrays` returned, with copies of the tensors. None: there is no state under
+    this prefix.
 
     Args:
         arrays: the arrays by name.
@@ -625,7 +639,8 @@ def _flatten(value: Any, arrays: dict[str, Array], prefix: str, where: str) -> A
         if is_dtensor(value):  # each member of the replica saves its own part
             value = value.to_local()  # type: ignore[attr-defined]
         dtype = str(value.dtype).removeprefix("torch.")
-        with contextlib.suppress(TypeError, RuntimeError):  # numpy does not have its type, layout or class
+        # numpy does not have the type, layout or class of the tensor
+        with contextlib.suppress(TypeError, RuntimeError):
             values = value.detach().cpu()
             if dtype == "bfloat16":
                 values = values.contiguous().view(torch.int16)  # numpy has no bfloat16

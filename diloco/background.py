@@ -54,4 +54,4 @@ class BackgroundThread:
                 job()
             except Exception:
                 log.exception("%s: an upload failed", self._name)
-            del job  # frees the copy of the data that the job holds
+            del job  # so that the copy of the data that the job holds is freed

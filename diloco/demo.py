@@ -16,10 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from xxhash import xxh3_128
+from executors.errors import raise_missing_package
+
+try:
+    import torch
+    from torch import Tensor, nn
+    from torch.nn import functional
+    from xxhash import xxh3_128
+except ImportError as error:  # the demo is the first command of many users, who may have installed no extra
+    raise_missing_package("The demo", error, "diloco")
 
 from diloco.outer import DiLoCo
 from diloco.rendezvous.round import RoundReport
@@ -203,8 +208,8 @@ def train(
         rank 0 was not in the last round, the lowest rank in it does.
 
     Raises:
-        ValueError: a number is smaller than 1, or there is too little text.
-        FileNotFoundError: there is nothing at `data`.
+        ValueError: a number is smaller than 1, or the text is too short.
+        FileNotFoundError: there is no file or folder at `data`.
     """
     for name, value in {"steps": steps, "inner_steps": inner_steps, "batch": batch}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -252,7 +257,7 @@ def train(
     last_ranks = reports[-1].ranks if reports else (replica.rank,)
     if replica.rank in (0, min(last_ranks)):
         if math.isnan(before):
-            before = held_out_loss(_new_model(seed), text)  # rank 0 has measured the loss, and has already left the run
+            before = held_out_loss(_new_model(seed), text)  # rank 0 has measured the loss before, and has left the run
         result |= {"loss_before": before, "loss": held_out_loss(model, text)}
         if compare:
             result |= _compare(text, replica, new_inner, steps)
@@ -337,7 +342,7 @@ class Text:
     """
 
     name: str
-    training: tuple[Tensor, ...]  # chunks of uint8
+    training: tuple[Tensor, ...]  # each chunk is an array of uint8
     held_out: Tensor  # (n,) uint8
 
     def share(self, rank: int, world_size: int) -> Tensor:
@@ -358,8 +363,8 @@ def load_text(data: str | None = None) -> Text:
         data: a file, or a folder of which every file is read. None: Python's standard library.
 
     Raises:
-        FileNotFoundError: there is nothing at `data`.
-        ValueError: there is too little text.
+        FileNotFoundError: there is no file or folder at `data`.
+        ValueError: the text is too short.
 
     Example:
         load_text("my-notes")

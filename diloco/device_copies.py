@@ -33,7 +33,7 @@ class DeviceCopies:
         self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
         self._narrow: list[tuple[Tensor, Tensor]] = []
-        """For each tensor that is not float32, its place in the memory, and its copy in its own dtype."""
+        """For each tensor that is not float32: its place in the memory, and its copy in its own dtype."""
         self._merged_copied: torch.cuda.Event | None = None
 
     @classmethod
@@ -75,7 +75,7 @@ class DeviceCopies:
         current.wait_event(cloned if has_room else self._copied)
 
     def wait(self) -> None:
-        """Return when the held values are in their memory."""
+        """Wait until the held values are in their memory."""
         if self._copied is not None:
             self._copied.synchronize()  # this call releases the interpreter's lock while it waits
             for to, narrow in self._narrow:

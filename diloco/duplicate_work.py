@@ -59,14 +59,14 @@ class DuplicateWorkCheck:
         self._in_a_row = 0
         self._has_counted = False
         self.needs_no_check = False
-        """True once work that changed was seen. From then on, only reports with duplicate work need a check."""
+        """True after work with a change was seen. From then on, only reports with duplicate work need a check."""
 
     def expect_no_moves(self) -> None:
-        """Do not warn if no value changes. The averaged copy of the weights may not have started to change yet."""
+        """Do not warn if no value changes, because an averaged copy of the weights may begin to change later."""
         self._has_counted = True
 
     def check(self, reports: Iterable[RoundReport]) -> None:
-        """Warn when replicas begin to send the same work, and show that in the replica's status while it lasts.
+        """Warn when replicas begin to send the same work, and show that in the replica's status as long as they do so.
 
         Args:
             reports: the reports of new rounds.

@@ -26,7 +26,7 @@ class DiLoCoError(ReplicasError):
 
     Cause: for example a call after `close()`, training without any round, or `steps()` without a planned end.
 
-    Remedy: the message names it. All other errors of this module are subclasses.
+    Remedy: the message names the remedy. All other errors of this module are subclasses.
 
     Example:
         except DiLoCoError as error:
@@ -35,7 +35,7 @@ class DiLoCoError(ReplicasError):
 
 
 class QuorumTimeoutError(DiLoCoError, TimeoutError):
-    """A round was not decided, or its mean was not available, in `round_timeout_s`.
+    """A round was not decided, or its mean was not available, within `round_timeout_s` seconds.
 
     Cause: too few replicas are left for `min_quorum`, they are slower than `round_timeout_s`, or the store is damaged.
 
@@ -45,7 +45,7 @@ class QuorumTimeoutError(DiLoCoError, TimeoutError):
     Args:
         message: The text of the error.
         round: The number of the round: 1, 2, 3, …. None: the first anchor.
-        missing: The ranks that sent nothing.
+        missing: The ranks that sent no contribution.
 
     Example:
         except QuorumTimeoutError as error:
@@ -87,9 +87,10 @@ class DuplicateWorkError(DiLoCoError):
 class StaleCopyError(DiLoCoError):
     """The optimizer set a parameter back to its value before a round.
 
-    Cause: it keeps a copy of the weights, such as float32 master weights, and writes the copy into the model.
+    Cause: the optimizer keeps a copy of the weights, such as float32 master weights, and writes the copy into the
+        model.
 
-    Remedy: copy the parameters into that copy after each round, or create the optimizer again.
+    Remedy: after each round, copy the parameters into the optimizer's copy, or create the optimizer again.
     Examples are in docs/explanation/what-does-not-fit.md.
 
     Example:

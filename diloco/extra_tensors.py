@@ -1,4 +1,4 @@
-"""Lets DiLoCo average tensors outside the model, too: an EMA of the weights, or an optimizer's copies of them."""
+"""Lets DiLoCo average tensors outside the model: an EMA of the weights, or an optimizer's copies of the weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class ExtraTensorsModule(nn.Module):
             and its saved buffers.
 
     Raises:
-        TypeError: `thing` is not of a kind that `average_also` accepts, or has an element that is not a tensor.
+        TypeError: `thing` is neither a module, nor a mapping, nor a function, or it has an element that is not a
+            tensor.
         ValueError: `thing` has no float tensor.
 
     Example:

@@ -2,7 +2,7 @@
 
 After `close()` all replicas hold the same model. A script that then changes the model changes it in its own replica
 only. That is right if each replica makes the same change, or if the change is meant for one replica only. So each
-replica records a number that stands for its changed model, and the run warns if replicas have recorded different
+replica records a number that identifies its changed model, and the run warns if replicas have recorded different
 numbers.
 """
 
@@ -21,22 +21,25 @@ from torch.optim.optimizer import Optimizer
 from diloco.stale_copies.optimizer_hook import unwatch, watch
 
 MOST_BYTES = 4 << 20
-"""Most bytes of the tensors that are compared. Their memory stays in use until the model is deleted."""
+"""The largest size in bytes of all tensors that are compared. Their memory stays in use until the model is deleted."""
 MOST_VALUES = 256
-"""Most values that are compared in each tensor. A comparison of all values would take as long as another round."""
+"""The largest number of values that are compared in each tensor. A comparison of all values would take as long as
+another round.
+"""
 
 
 class FinalModelCheck:
     """Compares a model with its values at `close()`, when the model is deleted or the script has ended.
 
-    The model is not kept in memory. Only its smallest tensors are, such as biases, weights of norms and running
-    statistics. A checkpoint changes these, and so does `update_bn`. They are kept until the owner is deleted: the
-    garbage collector deletes a model together with its tensors, so weak references would be dead by then.
+    This object keeps only the smallest tensors of the model in memory, such as biases, weights of norms and running
+    statistics. A loaded checkpoint changes these tensors, and so does `update_bn`. The tensors are kept until the owner
+    is deleted: the garbage collector deletes a model together with its tensors, so weak references would be dead by
+    then.
 
     Args:
         owner: the module that has the tensors, usually the model.
         tensors: the tensors that all replicas have in common now, by name.
-        note: called at most once, with a number that stands for the changed values. Replicas that have changed their
+        note: called at most once, with a number that identifies the changed values. Replicas that have changed their
             models in the same way get nearly the same number.
 
     Example:
@@ -47,7 +50,7 @@ class FinalModelCheck:
 
     def __init__(self, owner: nn.Module, tensors: Mapping[str, Tensor], note: Callable[[float], None]) -> None:
         self._tensors = {name: (tensor, _some_values(tensor)) for name, tensor in _smallest(tensors)}
-        """By name, each tensor, and its values at `close()`."""
+        """Each tensor and its values at `close()`, by name."""
         self._ids = {id(tensor) for tensor in tensors.values()}
         self._note = note
         self._pid = os.getpid()
@@ -112,7 +115,7 @@ def _some_values(tensor: Tensor) -> Tensor:
 
 
 def _smallest(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the smallest tensors with their names, at most `MOST_BYTES` together. Each replica chooses the same ones.
+    """Yield the smallest tensors with their names, at most `MOST_BYTES` together. All replicas choose the same tensors.
 
     Args:
         tensors: the tensors by name.
@@ -128,13 +131,13 @@ def _smallest(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _mark_of_changed(tensors: Mapping[str, tuple[Tensor, Tensor]]) -> float | None:
-    """Return a number that stands for all changed values. None: no value has changed.
+    """Return a number that identifies all changed values. None: no value has changed.
 
-    The number is the sum of the values with random signs, divided by their norm, so its size is about 1. It differs for
-    other values. It does not differ if another processor adds the same values in another order.
+    The number is the sum of the values with random signs, divided by their norm, so its size is about 1. Other values
+    give another number. The same values give nearly the same number on a processor that adds them in another order.
 
     Args:
-        tensors: by name, each tensor and its values at `close()`.
+        tensors: each tensor and its values at `close()`, by name.
     """
     total = square = 0.0
     for name, (tensor, before) in sorted(tensors.items()):

@@ -27,9 +27,9 @@ from executors.store.protocol import LimitedStore
 
 FragmentSpec: TypeAlias = int | Sequence[Sequence[nn.Module | str]]
 MARK_VALUES = 256
-"""Number of values of a frozen parameter or buffer that identify it.
+"""The number of values by which a frozen parameter or buffer is identified.
 
-They are few, so that two seeds give different means.
+The number is small, so that two seeds give different means.
 """
 
 
@@ -43,7 +43,7 @@ class Slot:
         shape: its shape.
         dtype: its dtype in the model, such as "bfloat16".
         start: the number of its first element in the flat fragment.
-        end: the number of the element after its last one.
+        end: the number of the element after the tensor's last element.
     """
 
     name: str
@@ -91,9 +91,10 @@ def plan_fragments(
             (arXiv 2501.18512, section 2.3). Or lists of modules, or of names of modules or parameters. The lists must
             contain each trainable parameter exactly once.
         sync_buffers: True: float buffers are averaged. False: they are not. None: they are, unless the wire is too
-            coarse for them. A warning reports that case.
+            coarse for them. A warning reports a wire that is too coarse.
         wires: the names of the encodings of contributions and means.
-        has_members: True: the model belongs to several processes of one replica, so its parameters may be sharded.
+        has_members: True if the model belongs to several processes of one replica, so that its parameters may be
+            sharded.
 
     Returns:
         The fragments, in their order.
@@ -163,7 +164,7 @@ def check_sizes(fragments: Sequence[Fragment], wire: str, store: Store) -> None:
 
 
 def marks_of_frozen(model: nn.Module) -> dict[str, float]:
-    """Return a number for each frozen parameter that identifies its weights. It is the same on every machine.
+    """Return a number for each frozen parameter that identifies its weights. The number is the same on every machine.
 
     Args:
         model: the model.

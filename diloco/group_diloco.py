@@ -1,7 +1,8 @@
 """A `DiLoCo` that several processes of one replica open together, in a process group.
 
-Member 0, the leader, has a normal `DiLoCo` inside. The other members follow its words (`member_group.py`). So all
-public calls but `anchor()`, `rounds`, `inner_step`, `is_over` and `progress` are made by all members together.
+Member 0, the leader, has a normal `DiLoCo` inside. The other members, the followers, execute the words that the leader
+sends (`member_group.py`). So all members make each public call together, except `anchor()`, `rounds`, `inner_step`,
+`is_over` and `progress`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from diloco.errors import DiLoCoError
 from diloco.extra_tensors import ExtraTensors
 from diloco.fragments import plan_fragments
 from diloco.lr_schedules import unwrapped
-from diloco.member_group import Members, Word
+from diloco.member_group import Call, Members, error_of
 from diloco.model_state import ModelState
 from diloco.outer import DiLoCo, open_diloco
 from diloco.process_check import store_of_members
@@ -50,7 +51,7 @@ log = logging.getLogger(__name__)
 MILLIONTHS = 1_000_000
 """`progress` travels as a whole number of millionths, because a word has integers only."""
 WAIT_BEYOND_ROUND_S = 60.0
-"""A member waits for a word for the time of a round and this long in addition."""
+"""A member waits for a word for the longest time of a round, plus this number of seconds."""
 
 
 class MembersModelState(ModelState):
@@ -104,9 +105,9 @@ class LeaderSetup:
     saved_position: int
     """The position of the leader's saved state. -1: there is none."""
     is_from_origin: bool
-    """True if that state is of the run that this run continues."""
+    """True if the saved state belongs to the run that this run continues."""
     step: int
-    """The run's step of the saved state."""
+    """The step of the run at which the saved state was saved."""
     buffers: Mapping[str, Tensor]
     """The buffers that no round averages."""
 
@@ -133,7 +134,7 @@ class GroupDiLoCo(DiLoCo):
         options = {name: value for name, value in given.items() if name != "group"}
         sync_buffers, wires = options["sync_buffers"], check_wires(options["wire"], options["mean_wire"])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the leader's own DiLoCo warns
+            warnings.simplefilter("ignore")  # the leader's own DiLoCo gives this warning
             fragments = plan_fragments(
                 model, options["fragments"], sync_buffers=sync_buffers, wires=wires, has_members=True
             )
@@ -143,6 +144,7 @@ class GroupDiLoCo(DiLoCo):
         self._weigh: Callable[[], float] = options["weight"] if callable(options["weight"]) else lambda: 1.0
         self._has_own_weight = callable(options["weight"])
         self._status: Sequence[int] = ()
+        members.begin(Call.OPEN)
         try:
             if members.is_leader:
                 self._begin_leader(model, options)
@@ -157,7 +159,8 @@ class GroupDiLoCo(DiLoCo):
         assert members.mirror is not None
         if callable(weight := options["weight"]):
             options["weight"] = lambda: members.sum_of(weight)
-        if not isinstance(options["fragments"], int):  # the lists may have modules of the model
+        # the lists may contain modules of the model, which differ between members
+        if not isinstance(options["fragments"], int):
             options["fragments"] = [
                 [slot.name for slot in fragment.slots if slot.kind == "parameter"] for fragment in members.fragments
             ]
@@ -172,11 +175,12 @@ class GroupDiLoCo(DiLoCo):
                 **options,
             )
             if members.is_sharded:
-                # The optimizers of the members step their shards, and not the mirror. So nothing can be compared.
+                # The optimizers of the members step their shards, and not the mirror. So stale copies cannot be found
+                # by comparing the mirror.
                 plain._stale_copies.trust()
                 plain._history.close()
             members.scatter_all()
-        plain._attached.on_keep = lambda position: members.say(Word.KEEP, position)
+        plain._attached.on_keep = members.keep
         # The parts of the leader's DiLoCo that trainers use.
         self._plan, self._settings, self._extension = plain._plan, plain._settings, plain._extension
         self._loop, self._attached, self._name = plain._loop, plain._attached, plain._name
@@ -227,14 +231,16 @@ class GroupDiLoCo(DiLoCo):
 
     # -- calls that all members make ---------------------------------------------------------------------------------
 
-    def _together(self, act: Callable[[DiLoCo], T], *, sends: bool = True) -> T | None:
-        """Make a call in the leader while the followers obey. Return the leader's result in all members.
+    def _together(self, call: Call, act: Callable[[DiLoCo], T], *, sends: bool = True) -> T | None:
+        """Make a call in the leader while the followers execute its words. Return the leader's result in all members.
 
         Args:
+            call: the call.
             act: makes the call of the leader's `DiLoCo`.
             sends: False: followers get None.
         """
         members = self._members_
+        members.begin(call)
         if members.is_leader:
             with members.leading():
                 result = act(self._plain)
@@ -272,27 +278,27 @@ class GroupDiLoCo(DiLoCo):
         self._link.progress()
         if not self._members_.is_leader and not self._is_over:
             self._loop.n_calls += 1
-        return self._together(lambda plain: plain.step())
+        return self._together(Call.STEP, lambda plain: plain.step())
 
     def steps(self) -> Iterator[int]:
         self._check_open()
         if self._members_.is_leader:
-            self._plain.steps()  # checks the plan, and notes that the loop follows the run
+            self._plain.steps()  # this call checks the plan, and notes that the loop follows the run
         elif self._plan.total_steps is None:
             raise DiLoCoError("steps() ends at the planned end of the run. Pass total_steps=… to DiLoCo.")
         return self._loop.steps(self, self._undo_step)
 
     def _undo_step(self) -> None:
-        self._together(lambda plain: plain._undo_step())
+        self._together(Call.UNDO, lambda plain: plain._undo_step())
 
     def stop(self) -> None:
         self._check_open()
-        self._together(lambda plain: plain.stop())
+        self._together(Call.STOP, lambda plain: plain.stop())
 
     def sync(self) -> list[RoundReport]:
         self._check_open()
         self._link.progress()
-        return self._together(lambda plain: plain.sync()) or []
+        return self._together(Call.SYNC, lambda plain: plain.sync()) or []
 
     def average_also(self, thing: ExtraTensors) -> None:
         raise DiLoCoError(
@@ -306,29 +312,56 @@ class GroupDiLoCo(DiLoCo):
         # Optimizers and schedules of a replicated model are the same in all members, so one copy is saved.
         is_shared = not members.is_sharded and _is_of_model(unwrapped(thing))
         found = attached.saved_position(name)
-        positions = members.exchange(found)
-        loads = found >= 0 if is_shared else found >= 0 and set(positions) == {found}
-        if not is_shared and not loads and max(positions) >= 0 and members.is_leader:
-            log.warning(
-                "rank %s: the saved state of %r is not loaded, because not all %s members of this replica have it. All "
-                "of them begin without it.", self._plain._me.rank, name, members.size,
-            )  # fmt: skip
+        mine = name, is_shared, found
+        members.begin(Call.ATTACH)
         if members.is_leader:
             with members.leading():
                 plain = self._plain
+                answers = members.ask(mine)
+                _check_alike(answers)
+                loads = is_loaded(answers, mine)
+                positions = [position for _, _, position in answers]
+                if not is_shared and not loads and max(positions) >= 0:
+                    log.warning(
+                        "rank %s: the saved state of %r is not loaded, because not all %s members of this replica have "
+                        "it. All of them begin without it.", plain._me.rank, name, members.size,
+                    )  # fmt: skip
                 attached.catch_up(plain._inner_step, plain._training_side.phase.n_steps)
                 attached.attach(name, thing, plain._inner_step, follow=follow, lead=lead, loads=loads)
                 plain._model_state.before_hold = plain._saver.save_if_due
                 if not members.is_sharded:
                     plain._stale_copies.warn_of_copies(thing, plain._extra_addresses())
-            # The lead of a schedule is part of the saved state, so the followers need the leader's.
+            # The lead of a schedule is part of the saved state, so the followers need the value of the leader.
             state = (_state_of(thing), attached.leads.get(name)) if is_shared and positions[0] >= 0 else None
             members.return_(self._take_status(), state)
-            return
-        status, state = members.obey(self._weigh, self._keep)
-        self._keep_status(status)
+            error = members.agree(None)
+        else:
+            status, state = members.obey(self._weigh, self._keep, mine)
+            self._keep_status(status)
+            loads = is_loaded(members.answers, mine)
+            error = members.agree(
+                error_of(partial(self._attach_in_follower, name, thing, state, follow=follow, lead=lead, loads=loads))
+            )
+        if error is not None:
+            attached.detach(name)
+            raise error
+
+    def _attach_in_follower(
+        self, name: str, thing: Any, state: Any, *, follow: bool, lead: int | None, loads: bool
+    ) -> None:
+        """Attach an object in this member, and load the leader's state into it.
+
+        Args:
+            name: the name of the object.
+            thing: the object.
+            state: the state of the leader's object, and the lead of a schedule. None: this member has its own.
+            follow: True if DiLoCo steps the object, which is a schedule.
+            lead: the steps by which a schedule is ahead of the run. None: the object tells it.
+            loads: True: load the saved state of this member.
+        """
+        attached = self._attached
         attached.attach(name, thing, self._inner_step, follow=follow, lead=lead, loads=loads)
-        if is_shared:
+        if not self._members_.is_sharded and _is_of_model(unwrapped(thing)):
             attached.of_leader.add(name)
             if state is not None:
                 unwrapped(thing).load_state_dict(state[0])
@@ -336,11 +369,11 @@ class GroupDiLoCo(DiLoCo):
 
     def state_dict(self) -> dict[str, Any]:
         self._check_open()
-        return self._together(lambda plain: plain.state_dict(), sends=False) or {}
+        return self._together(Call.STATE_DICT, lambda plain: plain.state_dict(), sends=False) or {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._check_open()
-        self._together(lambda plain: plain.load_state_dict(state))
+        self._together(Call.LOAD, lambda plain: plain.load_state_dict(state))
 
     def anchor(self) -> dict[str, Tensor]:
         return self._plain.anchor() if self._members_.is_leader else {}
@@ -353,7 +386,9 @@ class GroupDiLoCo(DiLoCo):
         self._closed = True
         try:
             if in_order:
-                self._together(lambda plain: plain._close(in_order=True))
+                self._together(Call.CLOSE, lambda plain: plain._close(in_order=True))
+                # Otherwise the leader would end well, although another member makes another call.
+                self._members_.barrier()
             elif self._members_.is_leader:
                 self._plain._close(in_order=False)
             if not self._members_.is_leader:
@@ -365,6 +400,8 @@ class GroupDiLoCo(DiLoCo):
         if error is None:
             self.close()
             return
+        members, cause = self._members_, f"{type(error).__name__}: {error}"
+        members.leave(f"Member {members.number} of this replica has left the DiLoCo after {cause}")
         with contextlib.suppress(ReplicasError):
             self._close(in_order=False)
 
@@ -409,8 +446,38 @@ class GroupDiLoCo(DiLoCo):
         return {slot.name for fragment in self._members_.fragments for slot in fragment.slots}
 
 
+def _check_alike(answers: Sequence[tuple[str, bool, int]]) -> None:
+    """Refuse members that attach different objects in one call.
+
+    Raises:
+        DiLoCoError: a member attaches an object of another name or kind than member 0.
+    """
+    for member, (name, is_shared, _) in enumerate(answers):
+        if (name, is_shared) != answers[0][:2]:
+            raise DiLoCoError(
+                f"Member {member} of this replica attaches {name!r}, and member 0 attaches {answers[0][0]!r}"
+                + (" of another kind" * (name == answers[0][0]))
+                + ". All members must attach the same objects in the same order."
+            )
+
+
+def is_loaded(answers: Sequence[tuple[str, bool, int]], mine: tuple[str, bool, int]) -> bool:
+    """Return True if a member loads its saved state of an object: a private state is loaded in all members or in none.
+
+    Args:
+        answers: by member, the name of the object, True if one copy is saved for all members, and the position of the
+            saved state.
+        mine: the answer of this member.
+
+    Example:
+        is_loaded([("optimizer", False, 3), ("optimizer", False, -1)], ("optimizer", False, 3))
+    """
+    _, is_shared, found = mine
+    return found >= 0 and (is_shared or {position for _, _, position in answers} == {found})
+
+
 def _is_of_model(thing: Any) -> bool:
-    """Return True for an optimizer or a schedule, whose state follows from the model and the steps."""
+    """Return True for an optimizer or a schedule, whose state is the same in all members of a replicated model."""
     return isinstance(getattr(thing, "param_groups", None), list) or isinstance(thing, LRScheduler)
 
 

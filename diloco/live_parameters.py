@@ -59,7 +59,7 @@ Parts = list[tuple[int, Tensor]]
 
 
 class BufferPool:
-    """Memory that fragments take and give back, because only few fragments are in flight at a time.
+    """A pool of memory that fragments take and give back, because only few fragments are in flight at the same time.
 
     Args:
         n_elements: number of elements of the largest fragment.
@@ -94,7 +94,7 @@ class BufferPool:
 
         Args:
             memory: the memory.
-            is_pinned: True: it is page-locked.
+            is_pinned: True if the memory is page-locked.
         """
         if self.keeps and len(self._free[is_pinned]) < 2:
             self._free[is_pinned].append(memory._base if memory._base is not None else memory)
@@ -114,7 +114,7 @@ class WireError:
 
         Args:
             work: the piece of the work, anchor - live. It is changed.
-            sent: the values that the others decode.
+            sent: the values that the other replicas decode from the sent work.
         """
         self._square += square_of(work) or 0.0
         np.subtract(sent, work, out=work)
@@ -122,7 +122,7 @@ class WireError:
 
     @property
     def share(self) -> float | None:
-        """The size of the error relative to the work, |work - sent| / |work|. None: there was no work."""
+        """The size of the error relative to the size of the work, |work - sent| / |work|. None: there was no work."""
         return sqrt(self._lost_square / self._square) if self._square else None
 
 
@@ -229,7 +229,7 @@ class HeldWork:
         """
         self._mix = 0.0
         self._shift: Tensor | None = None
-        """A change of the anchor that is added to the live parameters, too."""
+        """A change of the anchor that is also added to the live parameters."""
 
     # -- called by the training thread
     # -----------------------------------------------------------------------------------------
@@ -314,10 +314,10 @@ class HeldWork:
         self._kind, self._mix, self._shift = "anchor", mix, None
 
     def remove_held(self) -> None:
-        """Prepare to remove the held work from the live parameters: add anchor - B.
+        """Prepare to remove the held work from the live parameters: add anchor - B, where B is the held copy.
 
-        Use it if the sent values are not known. So the rest of a sparse wire is given up, because a part of it was
-        sent, and that part must not be sent twice.
+        Use it if the sent values are not known. The rest of a sparse wire is then given up. A part of that rest was
+        sent, and no part must be sent twice.
         """
         if not self.is_held:
             self.take_anchor()
@@ -327,7 +327,8 @@ class HeldWork:
         self._turn_into("add").neg_()
 
     def remove_sent(self, sent: Pieces, *, keeps_later: bool, mix: float) -> float | None:
-        """Prepare to remove the work that the others have decoded from the live parameters.
+        """Prepare to remove the sent work from the live parameters, with the values that the other replicas have
+        decoded.
 
         Args:
             sent: the decoded work, in pieces.
@@ -335,7 +336,7 @@ class HeldWork:
             mix: the share of the live values that is kept.
 
         Returns:
-            The rounding error relative to the held work.
+            The size of the rounding error relative to the held work.
         """
         anchor, memory = self._anchor.numpy(), self._turn_into("add" if keeps_later else "set", mix).numpy()
         lost = WireError()
@@ -369,7 +370,7 @@ class HeldWork:
         Args:
             mean: the mean, in pieces.
             sent: the decoded work, in pieces.
-            lost: adds up the rounding error.
+            lost: measures the rounding error.
             block_elements: elements of a block.
         """
         live = live_tensors(self._model, self._fragment)
@@ -388,7 +389,7 @@ class HeldWork:
             left += self._anchor[first : first + len(g)]
             for number, part in parts:
                 part.copy_(left[number - first : number - first + part.numel()])
-        if self._kind in ("add", "set"):  # after a reload of the anchor, other values must be merged, too
+        if self._kind in ("add", "set"):  # after a reload of the anchor, further values must be merged
             self._take_buffers()
 
     @property
@@ -446,7 +447,8 @@ class HeldWork:
             return
         if self._copies is not None:
             self._copies.wait()
-        # held work moves by the same change, so its distance from the anchor, which was sent, stays the same
+        # The held work moves by the same change. So its distance from the anchor, which is the work that was sent,
+        # stays the same.
         if self._kind is None:
             shift[self._buffers] = 0.0
             self._shift = shift if self._shift is None else self._shift.add_(shift)
@@ -632,7 +634,7 @@ def subtract_parts(anchor: Tensor, first: int, parts: Parts, out: Tensor) -> Non
 
 
 def subtract_live(anchor: Tensor, live: Tensor, out: Tensor) -> None:
-    """Write anchor - live to `out`. All three are flat and have the same number of elements.
+    """Write anchor - live to `out`. The three tensors are flat and have the same number of elements.
 
     Args:
         anchor: float32 on the CPU.

@@ -18,7 +18,9 @@ from diloco.fragments import MARK_VALUES, Fragment
 from diloco.tensor_names import saved_buffers
 
 LARGE = 1 << 20
-"""A table with more values than this, such as quantized weights, takes too long to read at each save."""
+"""The largest table, in values, that is read at each save. A larger table, such as quantized weights, would take too
+long.
+"""
 
 
 class LocalBuffers:
@@ -41,7 +43,7 @@ class LocalBuffers:
         self._model = model
         self._averaged = {slot.name for fragment in fragments for slot in fragment.slots}
         self._known: dict[str, tuple[ReferenceType[Tensor], tuple[int, int], bytes]] = {}
-        """By name of a large table: the tensor, its address and torch's count of writes to it, and its digest."""
+        """For each large table, by its name: the tensor, its address, torch's count of writes to it, and its digest."""
         buffers = self.all()
         self._at_first = {name: self._digest(name, buffer) for name, buffer in buffers.items()}
         self.marks = {name: mark for name, buffer in buffers.items() if isfinite(mark := _mark(buffer))}
@@ -89,15 +91,15 @@ class LocalBuffers:
 
 
 def _mark(buffer: Tensor) -> float:
-    """Return a number that stands for a buffer's values. NaN: the buffer is empty.
+    """Return a number that identifies a buffer's values. NaN: the buffer is empty.
 
-    The number depends on the order of the values, too, because two random permutations have the same values.
+    The number also depends on the order of the values, because two random permutations have the same values.
     """
     if buffer.numel() < 2 or buffer.is_complex():
         return float("nan")
     values = (
         buffer.reshape(-1)[:: -(-buffer.numel() // MARK_VALUES) | 1].cpu().double()
-    )  # with an odd distance, the samples come from all columns
+    )  # an odd distance takes samples from all columns
     return float((values / torch.arange(1, len(values) + 1, device="cpu")).sum())
 
 

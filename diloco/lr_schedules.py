@@ -51,7 +51,7 @@ def counts_steps(thing: Any) -> bool:
         counts_steps(LinearLR(optimizer)), counts_steps(ReduceLROnPlateau(optimizer))  # True, False
     """
     if isinstance(thing, ChainedScheduler):
-        return all(map(counts_steps, thing._schedulers))  # a part may be of a class of the user
+        return all(map(counts_steps, thing._schedulers))  # a part of the schedule may have a class of the user
     is_stepped_alone = isinstance(thing, LRScheduler) and not isinstance(thing, ReduceLROnPlateau)
     return is_stepped_alone and isinstance(getattr(thing, "last_epoch", None), int)
 
@@ -101,7 +101,7 @@ def check_can_follow(name: str, thing: Any) -> None:
         thing: the user's object, unwrapped.
 
     Raises:
-        TypeError: it cannot follow. The message has a remedy for the most common objects.
+        TypeError: the object cannot follow the run. The message has a remedy for the most common objects.
 
     Example:
         check_can_follow("schedule", ReduceLROnPlateau(optimizer))  # TypeError
@@ -123,7 +123,7 @@ def _remedy_of(thing: Any) -> str:
         return "Do not attach it, and call its step_update(diloco.inner_step) after each diloco.step()."
     if callable(getattr(thing, "step", None)) and isinstance(getattr(thing, "param_groups", None), list):
         return "Attach an optimizer without follow=True."
-    # the class GreedyLR of transformers is one of these, too
+    # the class GreedyLR of transformers is also such a schedule
     if isinstance(thing, ReduceLROnPlateau) or hasattr(thing, "last_epoch"):
         return "It needs a metric: attach it without follow=True, and call its step(metric) yourself."
     return "Make the learning rate a function of `diloco.inner_step` instead."

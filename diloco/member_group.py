@@ -1,7 +1,7 @@
 """The processes of one replica that train one model together: the leader's words, and the exchange of tensors.
 
-Member 0 of a group is the *leader*. It runs a normal `DiLoCo`. The other members obey its *words* inside the same call.
-A word is a broadcast of a few integers, so a call without a round costs one small broadcast.
+Member 0 of a group is the *leader*. It runs a normal `DiLoCo`. The other members, the followers, execute its *words*
+inside the same call. A word is a broadcast of a few integers, so a call without a round costs one small broadcast.
 
 A model in `DistributedDataParallel` is the same in all members. The leader's model is then the model that takes part in
 rounds, and after a round its changed tensors are broadcast. A model that `fully_shard` has cut into DTensors is put
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from itertools import zip_longest
 from math import prod
 from typing import Any
@@ -35,7 +36,9 @@ from executors.process import shared_file
 
 WORD_LENGTH = 12
 ALL = -1
-"""In place of the number of a fragment: all sharded parameters, also those that no round averages."""
+"""The number that stands for all sharded parameters in the place of a fragment, also for those that no round
+averages.
+"""
 ALIGNMENT = 64
 """Each tensor of the mirror begins at a multiple of this number of bytes, as torch's own allocations do."""
 
@@ -44,6 +47,32 @@ FACTOR = 1_000_003
 """An odd number, by which a digest is multiplied before the next tensor or piece is added."""
 PIECE = 1 << 22
 """The number of bytes of a tensor on a device that are compared at once."""
+
+
+class Call(IntEnum):
+    """A call that all members make together. Each word has it, so that a member in another call notices that."""
+
+    OPEN = 0
+    STEP = 1
+    UNDO = 2
+    STOP = 3
+    SYNC = 4
+    ATTACH = 5
+    STATE_DICT = 6
+    LOAD = 7
+    CLOSE = 8
+
+    @property
+    def text(self) -> str:
+        """The call as users know it."""
+        return (
+            "DiLoCo(…)", "step()", "the end of the loop over steps()", "stop()", "sync()", "attach_state()",
+            "state_dict()", "load_state_dict()", "close()",
+        )[self]  # fmt: skip
+
+
+FAILURE = "failure"
+"""The key in the store of the members of a text that explains why a member has left."""
 
 
 class Word(IntEnum):
@@ -63,11 +92,13 @@ class Word(IntEnum):
     """Save the member's attached state, for a position."""
     ERROR = 6
     """Raise the error that follows."""
+    ASK = 7
+    """Exchange the values that the members have prepared for this call."""
 
 
 # More than 20 methods: the leader and the followers have one method each for both ends of a word, in one place.
 class Members:
-    """The members of one replica, as one of them sees them.
+    """The group of members of one replica, as one of the members sees it.
 
     Args:
         group: the process group of the members.
@@ -87,6 +118,12 @@ class Members:
         self.fragments = tuple(fragments)
         self.model = model
         self._given = group
+        self._store = store
+        self._call, self._n_calls = Call.OPEN, 0
+        self._failure: str | None = None
+        """The reason why the members cannot meet any more. None: they can, or this DiLoCo is closed."""
+        self.answers: list[Any] = []
+        """By member, the value for the last word `ASK`."""
         # A group of its own, so that its collectives never meet the collectives of the training. It is not registered
         # with torch: torch would give a second group of the same ranks the name of a group that was destroyed.
         self._group: Any = dist.ProcessGroupGloo(store, self.number, self.size, timedelta(seconds=timeout_s))
@@ -100,8 +137,9 @@ class Members:
         self._fresh: set[int] = set()
         """The fragments that were gathered, or written by the leader, in this call."""
         self._versions: dict[int, int] | None = None
-        """By number of a slot, torch's count of writes before this call changed anything. None: nothing was
-        changed."""
+        """For each slot, by its number: torch's count of writes before this call changed anything. None: nothing was
+        changed.
+        """
         self._check_slots()
         self._n_parameters = sum(slot.kind == "parameter" for slot in self._slots)
         self.mirror = self._mirror()
@@ -121,14 +159,92 @@ class Members:
         """Destroy the group. Otherwise the threads of gloo abort the process when the interpreter ends."""
         self._group = None
 
+    def begin(self, call: Call) -> None:
+        """Note the call that this member makes now.
+
+        Args:
+            call: the call.
+        """
+        self._call = call
+        self._n_calls += 1
+
+    def leave(self, reason: str) -> None:
+        """Destroy the group before the other members have ended their calls, and leave them the reason.
+
+        Args:
+            reason: a sentence for their errors.
+        """
+        if self._group is not None:
+            with suppress(RuntimeError):  # the process that has the store may have ended
+                self._store.set(FAILURE, reason)
+            self._failure = reason
+            self.close()
+
+    def _meet(self, begin: Callable[[Any], Any]) -> None:
+        """Take part in a collective.
+
+        Args:
+            begin: begins it in the group, and returns its work.
+
+        Raises:
+            DiLoCoError: another member has ended, has left, or makes another call.
+        """
+        if self._group is None:
+            raise DiLoCoError(self._failure or "This DiLoCo is closed, so the processes of its replica no longer meet.")
+        try:
+            begin(self._group).wait()
+        except RuntimeError as error:
+            self._failure = self._reason_of_failure()
+            self.close()  # a later call would wait again
+            raise DiLoCoError(self._failure) from error
+
+    def _reason_of_failure(self) -> str:
+        """Return why a collective has failed: the text that a member has left, or that a member has ended."""
+        with suppress(RuntimeError):
+            if self._store.check([FAILURE]):
+                return str(self._store.get(FAILURE).decode())
+        return (
+            f"Member {self.number} of this replica waited in {self._call.text}, call {self._n_calls} of its DiLoCo, "
+            "for another member, which has ended or does not answer. Look for the error of that member first."
+        )
+
+    def _refuse_other_call(self, number: int, call: int) -> None:
+        """Leave, because the leader makes another call than this member.
+
+        Raises:
+            DiLoCoError: always.
+        """
+        text = (
+            f"Member {self.number} of this replica calls {self._call.text} as call {self._n_calls} of its DiLoCo, and "
+            f"member 0 calls {Call(call).text} as call {number}. All members must make the same calls in the same "
+            "order: do not end the loop of one member alone."
+        )
+        self.leave(text)
+        raise DiLoCoError(text)
+
     def _broadcast(self, tensor: Tensor) -> None:
         """Overwrite a tensor by the leader's."""
-        if self._group is None:
-            raise DiLoCoError("This DiLoCo is closed, so the processes of its replica no longer meet.")
-        self._group.broadcast(tensor, 0).wait()
+        self._meet(lambda group: group.broadcast(tensor, 0))
 
-    def _barrier(self) -> None:
-        self._group.barrier().wait()
+    def barrier(self) -> None:
+        """Wait until all members are here."""
+        self._meet(lambda group: group.barrier())
+
+    def agree(self, error: BaseException | None) -> BaseException | None:
+        """Return the error of the first member that has one. All members call it at the same time.
+
+        Args:
+            error: the error of code of the user in this member. None: there was none.
+        """
+        failed = torch.tensor([error is not None], dtype=torch.int64, device="cpu")
+        self._meet(lambda group: group.allreduce([failed]))
+        return self._first_error(error) if int(failed) else None
+
+    def _first_error(self, error: BaseException | None) -> BaseException:
+        if error is not None:
+            error.add_note(f"It was raised in member {self.number} of this replica.")
+        found = self.exchange(None if error is None else _packed_error(error))
+        return _unpacked_error(next(data for data in found if data is not None))
 
     def broadcast(self, value: Any = None) -> Any:
         """Return the leader's value. All members call it at the same time.
@@ -152,12 +268,11 @@ class Members:
         data = pickle.dumps(value)
         mine = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
         sizes = [torch.zeros_like(mine) for _ in range(self.size)]
-        self._group.allgather([sizes], [mine]).wait()
+        self._meet(lambda group: group.allgather([sizes], [mine]))
         largest = max(map(int, sizes))
         rooms = [torch.zeros(largest, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
-        self._group.allgather(
-            [rooms], [torch.from_numpy(np.frombuffer(data.ljust(largest, b"\0"), np.uint8).copy())]
-        ).wait()
+        padded = torch.from_numpy(np.frombuffer(data.ljust(largest, b"\0"), np.uint8).copy())
+        self._meet(lambda group: group.allgather([rooms], [padded]))
         return [pickle.loads(room.numpy().data) for room in rooms]
 
     def _check_slots(self) -> None:
@@ -182,7 +297,7 @@ class Members:
         sharded = {id(p): (name, p) for name, p in named_parameters(self.model) if is_dtensor(p)}
         self._n_mirrored = len(sharded)
         self._whole: dict[str, Tensor] = {}
-        """By clean name, the whole tensor in shared memory of each sharded parameter."""
+        """The whole tensor of each sharded parameter, in shared memory, by the parameter's clean name."""
         if not sharded:
             return self.model if self.is_leader else None
         places: dict[str, int] = {}
@@ -211,7 +326,7 @@ class Members:
             problem = None
         except OSError as error:
             mapped, problem = None, str(error)
-        problems = self.exchange(problem)  # also waits until all have mapped it
+        problems = self.exchange(problem)  # this exchange also waits until all members have mapped the memory
         if descriptor >= 0:
             os.close(descriptor)
         for member, found in enumerate(problems):
@@ -230,11 +345,11 @@ class Members:
 
         Args:
             word: the word.
-            values: up to 11 integers.
+            values: up to 9 integers.
         """
         if not self.is_in_call or not self.is_leader:
             return
-        self._integers[:] = (word, *values, *(0,) * (WORD_LENGTH - 1 - len(values)))
+        self._integers[:] = (word, self._n_calls, self._call, *values, *(0,) * (WORD_LENGTH - 3 - len(values)))
         self._broadcast(self._word)
 
     def need(self, fragments: Iterable[int], *, compare: bool = False) -> None:
@@ -248,7 +363,8 @@ class Members:
             return
         for index in fragments:
             if index in self._fresh:
-                continue  # the leader may have written it since, and the followers do not have these values yet
+                # the leader may have written to the fragment since, and the followers do not have these values yet
+                continue
             self._fresh.add(index)
             if self.is_sharded:
                 self.say(Word.GATHER, index)
@@ -269,7 +385,7 @@ class Members:
         self.scatter(range(len(self._slots)))
 
     def note_all_written(self) -> None:
-        """Note that this call writes all fragments without reading them, so none is gathered any more."""
+        """Note that this call writes all fragments without reading them, so that none must be gathered."""
         self._fresh.update(range(len(self.fragments)))
         self.note_writes()
 
@@ -285,7 +401,8 @@ class Members:
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """Return a context for a call of the leader. At its end, the followers get what it has written.
+        """Return a context for a call of the leader. At its end, the followers get the tensors that the call has
+        written.
 
         An error in the call is raised in all members.
         """
@@ -325,10 +442,10 @@ class Members:
             at = end
 
     def return_(self, status: Sequence[int], result: object) -> None:
-        """Let the followers return from the call.
+        """Send the word with which the followers return from the call.
 
         Args:
-            status: up to 10 integers that followers keep.
+            status: up to 8 integers that followers keep.
             result: the result of the call. None is not sent.
         """
         self.is_in_call = True
@@ -341,40 +458,50 @@ class Members:
 
     def _say_error(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt) or self._group is None:
-            return  # the followers get the same signal, or have their own end
+            return  # the followers get the same signal, or end for a reason of their own
         try:
             self.say(Word.ERROR)
             self.broadcast(_packed_error(error))
-        except RuntimeError as other:  # a member has ended, and the error of the call is what the user must see
+        except DiLoCoError as other:  # a member has ended, and the error of the call is what the user must see
             error.add_note(f"The other members of this replica did not get this error: {other}")
 
     # -- the followers' side -----------------------------------------------------------------------------------------
 
-    def obey(self, weigh: Callable[[], float], keep: Callable[[int], None]) -> tuple[Sequence[int], Any]:
-        """Obey the leader's words until it returns from the call.
+    def obey(
+        self, weigh: Callable[[], float], keep: Callable[[int], None], answer: Any = None
+    ) -> tuple[Sequence[int], Any]:
+        """Execute the words of the leader until the leader returns from the call.
 
         Args:
             weigh: returns the value of this member's `weight`.
             keep: saves attached state for a position.
+            answer: the value for the word `ASK`. Default None.
 
         Returns:
             The integers of the last word, and the result of the call.
+
+        Raises:
+            DiLoCoError: the leader makes another call, or a member has ended.
         """
         while True:
             self._broadcast(self._word)
-            word, *values = self._integers.tolist()
+            word, number, call, *values = self._integers.tolist()
+            if (number, call) != (self._n_calls, self._call):
+                self._refuse_other_call(number, call)
             if word == Word.RETURN:
                 return values[1:], self.broadcast() if values[0] else None
             if word == Word.GATHER:
                 self._gather(values[0])
             elif word == Word.ALIKE:
-                self._digests(values[0])  # the leader compares, and an ERROR follows if they differ
+                self._digests(values[0])  # the leader compares the digests, and sends the word ERROR if they differ
             elif word == Word.SCATTER:
                 self._take(values[0], values[1])
             elif word == Word.WEIGH:
                 self.sum_of(weigh)
             elif word == Word.KEEP:
-                keep(values[0])
+                self.agree(error_of(partial(keep, values[0])))  # the leader raises it, and an ERROR follows
+            elif word == Word.ASK:
+                self.answers = self.exchange(answer)
             else:
                 raise _unpacked_error(self.broadcast())
 
@@ -389,11 +516,11 @@ class Members:
                 place, is_writer = _place_of(p)
                 if is_writer:
                     whole[place].copy_(p.to_local())
-        self._barrier()
+        self.barrier()
 
     @torch.no_grad()
     def _take(self, first: int, end: int) -> None:
-        """Take the leader's values of slots: out of the mirror, or by broadcast."""
+        """Receive the leader's values of slots: from the mirror, or by broadcast."""
         for slot in self._slots[first:end]:
             if slot.name in self._whole:
                 continue
@@ -410,7 +537,7 @@ class Members:
                 p: Any = find_tensor(self.model, slot.name, slot.kind)
                 p.to_local().detach().copy_(whole[_place_of(p)[0]])
         if self.is_sharded:
-            self._barrier()  # the leader may write to the mirror again
+            self.barrier()  # from here on, the leader may write to the mirror again
 
     def _check_alike(self, index: int) -> None:
         """Compare the replicated parameters of a fragment.
@@ -437,21 +564,56 @@ class Members:
         ]
         mine = torch.tensor([_digest_of(values)], dtype=torch.int64, device="cpu")
         found = [torch.zeros_like(mine) for _ in range(self.size)]
-        self._group.allgather([found], [mine]).wait()
+        self._meet(lambda group: group.allgather([found], [mine]))
         return [int(digest) for digest in found]
 
     def sum_of(self, weigh: Callable[[], float]) -> float:
-        """Return the sum of a function over all members.
+        """Return the sum of a function over all members. Followers get 0 if a member has failed.
 
         Args:
             weigh: the function of this member.
+
+        Raises:
+            BaseException: in the leader, the error of the first member whose function has raised one.
         """
         if not self.is_in_call and self.is_leader:
             return weigh()
         self.say(Word.WEIGH)
-        total = torch.tensor([float(weigh())], dtype=torch.float64, device="cpu")
-        self._group.allreduce([total]).wait()
-        return float(total)
+        weights: list[float] = []
+        error = error_of(lambda: weights.append(_checked_weight(weigh(), self.number)))
+        # The others wait for this member's number, so a failed member sends one, too.
+        total = torch.tensor([*(weights or [0.0]), float(error is not None)], dtype=torch.float64, device="cpu")
+        self._meet(lambda group: group.allreduce([total]))
+        if not float(total[1]):
+            return float(total[0])
+        first = self._first_error(error)
+        if self.is_leader:
+            raise first
+        return 0.0
+
+    def ask(self, answer: Any) -> list[Any]:
+        """Return the values of all members, by their numbers. Only the leader calls it, inside a call.
+
+        Args:
+            answer: the value of the leader. The other members gave theirs to `obey`.
+        """
+        self.say(Word.ASK)
+        return self.exchange(answer)
+
+    def keep(self, position: int) -> None:
+        """Let the followers save their attached state.
+
+        Args:
+            position: the position for which it is saved.
+
+        Raises:
+            BaseException: the error of the first member whose state could not be taken.
+        """
+        if not self.is_in_call:
+            return
+        self.say(Word.KEEP, position)
+        if (error := self.agree(None)) is not None:
+            raise error
 
 
 def named_parameters(model: nn.Module) -> Iterable[tuple[str, Any]]:
@@ -484,7 +646,7 @@ def _tree_with(model: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.M
 
     Args:
         model: the model.
-        parameters: by the id of a parameter of the model, the parameter of the copy.
+        parameters: the parameters of the copy, by the id of the parameter of the model that each replaces.
     """
     copies: dict[int, nn.Module] = {}
 
@@ -494,7 +656,7 @@ def _tree_with(model: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.M
         copied: nn.Module = object.__new__(type(module))
         copies[id(module)] = copied
         state = dict(module.__dict__)
-        for name in list(state):  # hooks belong to the training of the model
+        for name in list(state):  # the copy gets no hooks, because hooks belong to the training of the model
             if name.endswith("_hooks") or name.startswith(("_forward_hooks", "_backward_hooks")):
                 state[name] = type(state[name])() if isinstance(state[name], dict) else state[name]
         state["_parameters"] = {
@@ -534,21 +696,54 @@ def weighted_sum(flat: Tensor) -> int:
     places = torch.arange(1, min(flat.numel(), PIECE) + 1, device=flat.device)
     for begin in range(0, flat.numel(), PIECE):
         piece = flat[begin : begin + PIECE]
-        total = total * FACTOR + (piece.to(torch.int64) * places[: piece.numel()]).sum()  # an overflow wraps around
+        # an overflow of int64 wraps around, which is intended
+        total = total * FACTOR + (piece.to(torch.int64) * places[: piece.numel()]).sum()
     return int(total)
+
+
+def error_of(act: Callable[[], object]) -> BaseException | None:
+    """Call code of the user, and return its error. None: there was none.
+
+    Args:
+        act: the code.
+
+    Example:
+        members.agree(error_of(lambda: optimizer.load_state_dict(state)))
+    """
+    try:
+        act()
+    except BaseException as error:  # noqa: BLE001 - it is raised in all members together
+        return error
+    return None
+
+
+def _checked_weight(value: Any, member: int) -> float:
+    """Return the value of a member's `weight` function as a number.
+
+    Raises:
+        ContributionError: it is not a number, or is negative.
+    """
+    if hasattr(value, "item"):
+        with suppress(RuntimeError, ValueError):  # a tensor or array with more than one element
+            value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise ContributionError(
+            f"Member {member} of this replica: weight must return a number that is not negative, got {value!r}."
+        )
+    return float(value)
 
 
 def _packed_error(error: BaseException) -> bytes:
     """Return an error as bytes, with its type if that can be pickled."""
     with suppress(Exception):
         data = pickle.dumps(error)
-        pickle.loads(data)  # some errors can be pickled and not be read again
+        pickle.loads(data)  # some errors can be pickled but not unpickled
         return data
     return pickle.dumps(DiLoCoError(f"{type(error).__name__}: {error}"))
 
 
 def _unpacked_error(data: bytes) -> BaseException:
-    error = pickle.loads(data)  # from the leader of the same replica
+    error = pickle.loads(data)  # the pickle comes from the leader of the same replica, so it is trusted
     assert isinstance(error, BaseException)
     # The outcome of the replica then names the leader, whose traceback has the place of the error.
     error.of_another_member = True  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """The training state of a torch model: its anchor, its outer optimizers and its live parameters.
 
-It needs memory for one float32 copy of the anchor and one of the momentum. A sparse wire needs one more, for the work
-that it has not sent. The state also keeps encoded work for upload: one shard if the store streams and the wire is
-exact, and otherwise all of it.
+The state needs memory for one float32 copy of the anchor and one of the momentum. A sparse wire needs one more, for the
+work that it has not sent. The state also keeps encoded work for upload: one shard if the store streams and the wire is
+exact, and otherwise the whole encoded work.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ class ModelState:
         self.anchors = [torch.empty(fragment.n_elements, dtype=torch.float32, device="cpu") for fragment in fragments]
         self.rank = settings.rank
         self.before_hold: Callable[[], None] = lambda: None
-        """Called before work is held. Until the work is handed over, the round runner is idle."""
+        """Is called before work is held. The round runner is idle until the work is handed over."""
         self.before_merge: Callable[[], None] = lambda: None
-        """Called before a round changes the live parameters, perhaps several times for one round."""
+        """Is called before a round changes the live parameters, possibly several times for one round."""
         self.is_back = False
         """True if this is a later attempt of its rank, whose own buffers may have changed since the run began."""
         self._frozen = marks_of_frozen(model)
         self.local_buffers = LocalBuffers(model, fragments)
         self.unshared = UnsharedState(model, fragments)
         self._unmoved: dict[int, int] = {}
-        """For each fragment, the newest entry for which no parameter had changed."""
+        """The newest entry of each fragment for which no parameter had changed."""
         self.carries = settings.late == "carry"
         self.keeps_later_work = settings.merge == "carry"
         self.settings = settings
@@ -242,7 +242,7 @@ class ModelState:
         Args:
             entry: the entry of the mean.
             mean: the encoded mean.
-            around: receives the pieces and yields them, for example to add something up.
+            around: receives the pieces and yields them unchanged, for example to add up their squares.
         """
         fragment, _, _ = self._of(entry)
         square = _Square()

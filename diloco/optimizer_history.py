@@ -25,11 +25,11 @@ NAMES = re.compile("BFGS|Anderson", re.IGNORECASE)
 KEYS = re.compile("old|prev|hist|past")
 """Matches the key of a list of tensors from earlier steps, in the state of a parameter."""
 MOST_LOOKED_AT = 4
-"""Number of parameters whose state is examined. LBFGS keeps everything in the state of the first parameter."""
+"""The number of parameters whose state is examined. LBFGS keeps its whole state at the first parameter."""
 
 
 class OptimizerHistory:
-    """Warns, once, of an optimizer that uses a history from before a round.
+    """Warns once about an optimizer that uses a history from before a round.
 
     The warning comes right before the first such step. A training loop that clears the history after each round, or
     creates a new optimizer, gets no warning.
@@ -48,7 +48,7 @@ class OptimizerHistory:
         self.last_merge = ""
         """The last merge that changed the parameters, as text for the message. Empty: there was none yet."""
         self._looked: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
-        """For each optimizer, the value of `last_merge` at its last step."""
+        """The value of `last_merge` at the last step of each optimizer."""
         me = ref(self)
 
         def look(optimizer: Optimizer) -> None:
@@ -66,7 +66,8 @@ class OptimizerHistory:
 
     def _look(self, optimizer: Optimizer) -> None:
         """Examine the first step of an optimizer after a merge. Called before each optimizer step of this thread."""
-        # At its first step, an optimizer has no history, or a loaded one from another run. Neither is a reason to warn.
+        # At its first step, an optimizer has no history, or a history that was loaded from another run. Neither is a
+        # reason to warn.
         before = self._looked.setdefault(optimizer, self.last_merge)
         if before == self.last_merge:
             return

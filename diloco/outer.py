@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Internals:
-    """Values of a DiLoCo that no user gives; see `open_diloco`."""
+    """Internal values of a DiLoCo, which only `open_diloco` sets."""
 
     limits: Limits | None = None
     """The time limits of the rendezvous. None: they follow from the arguments of `DiLoCo`."""
@@ -229,7 +229,7 @@ class DiLoCo:
     """
 
     _internals = Internals()
-    """Values that no user gives. `open_diloco` gives others."""
+    """The internal values. `open_diloco` sets other ones."""
 
     def __init__(
         self,
@@ -489,7 +489,7 @@ class DiLoCo:
         self._training_side.phase.wants_to_stop = True
 
     def _is_past_the_end(self, call: str) -> bool:
-        """Return True if the run has ended. Then undo the steps made since, and warn.
+        """Return True if the run has ended. In that case, undo the steps since the end, and warn.
 
         Args:
             call: the name of the public method that was called.
@@ -501,7 +501,8 @@ class DiLoCo:
         return True
 
     def _undo_step(self) -> None:
-        """Set the model, and everything else that is averaged, to the anchor again. Called after the end of the run.
+        """Set the model, and everything else that is averaged, to the anchor again. It is called after the end of the
+        run.
 
         Every replica ends with the anchor, and a step after the last round belongs to no round.
         """
@@ -585,7 +586,7 @@ class DiLoCo:
             name: the name of the object.
             thing: the object.
             follow: True if DiLoCo steps the object, which is a schedule.
-            lead: the steps by which a schedule is ahead of the run. None: the object tells it.
+            lead: the steps by which a schedule is ahead of the run. None: it follows from the object.
         """
         self._check_open()
         self._attached.catch_up(self._inner_step, self._training_side.phase.n_steps)
@@ -594,7 +595,7 @@ class DiLoCo:
         self._stale_copies.warn_of_copies(thing, self._extra_addresses())
 
     def average_also(self, thing: ExtraTensors) -> None:
-        """Average tensors outside the model in each round, too, such as an EMA of the weights or an optimizer's copies.
+        """Also average tensors outside the model in each round, such as an EMA of the weights or an optimizer's copies.
 
             ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
             diloco.average_also(ema)
@@ -657,7 +658,7 @@ class DiLoCo:
         self._close(in_order=True)
 
     def _close(self, *, in_order: bool, returns: bool = False) -> None:
-        """Leave the run. A second call is harmless.
+        """Leave the run. A second call has no effect.
 
         Args:
             in_order: True: wait for the round in flight, and check what was averaged. False: leave at once, after an
@@ -697,7 +698,7 @@ class DiLoCo:
                 self._model_state.take_anchor()
                 self._look_at_end()
             if self._is_for_extra_tensors:
-                return  # the model's own DiLoCo already warns of steps that no round has averaged
+                return  # the DiLoCo of the model already warns of steps that no round has averaged
             for other, tensors in self._extra:
                 tensors.refresh()
                 other._close(in_order=True)
@@ -720,7 +721,8 @@ class DiLoCo:
             for fragment in self._model_state.fragments
             for slot in fragment.slots
         }
-        if isinstance(model, ExtraTensorsModule):  # its parameters are not the tensor objects of the owner
+        # the parameters of this module are not the tensor objects of the owner
+        if isinstance(model, ExtraTensorsModule):
             tensors = model.tensors()
         self._link.call_at_end(FinalModelCheck(owner, tensors, self._link.note_changed_model).look)
 
@@ -964,8 +966,8 @@ class RoundScope:
 def note_loop_follows_run(nonce: str) -> None:
     """Remember that a replica's training loop knows the run's step, because it reads `inner_step` or uses `steps()`.
 
-    One loop calls `step()` of all DiLoCos of a replica, for example if a GAN trains two models. So this holds for all
-    of them.
+    One loop calls `step()` of all DiLoCos of a replica, for example if a GAN trains two models. So the note applies to
+    all of them.
 
     Args:
         nonce: the nonce of the replica's claim.
@@ -987,7 +989,7 @@ def open_diloco(
     make_state: Callable[..., ModelState] | None = None,
     **options: Any,
 ) -> DiLoCo:
-    """Open a DiLoCo with values that no user gives. It is for other modules of this package, and for tests.
+    """Open a DiLoCo with internal values. This function is for other modules of this package, and for tests.
 
     Args:
         model: the model.

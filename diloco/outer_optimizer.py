@@ -3,7 +3,7 @@
 The built-in optimizer computes the same as `torch.optim.SGD(nesterov=True)`: b = mu*b + g, d = g + mu*b,
 anchor -= lr*d. It works in place, on pieces that fit into the cache, and digests each piece while it is in the cache.
 Products and sums are separate operations. A fused multiply-add rounds once instead of twice, and not every processor or
-torch kernel has it. So with it, the same step would give other bits on another machine.
+torch kernel has it. So with a fused multiply-add, the same step would give other bits on another machine.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class OuterOptimizer(ABC):
 
     @abstractmethod
     def fresh_digest(self) -> str:
-        """Compute the digest again from memory, and do not use the one that a step has computed."""
+        """Compute the digest from memory at the next request, and forget the digest that a step has computed."""
 
     @abstractmethod
     def arrays(self) -> Mapping[str, Array]:
@@ -179,7 +179,7 @@ class NesterovSGD(OuterOptimizer):
                     np.multiply(g, lr, out=d)
                 np.subtract(anchor, d, out=anchor)
             else:
-                np.subtract(anchor, g, out=anchor)  # buffers take the plain average
+                np.subtract(anchor, g, out=anchor)  # buffers are set to the plain average
             anchors.update(anchor.data)
         self._digest = xxh3_128_hexdigest(anchors.digest() + momenta.digest())
 
@@ -327,8 +327,8 @@ class Anchor:
 
     Args:
         fragments: the fragments of the model.
-        values: by fragment, (n_elements,) float32: the first values.
-        outer: by fragment, the optimizer that steps them in place.
+        values: the first values of each fragment, (n_elements,) float32.
+        outer: the optimizer of each fragment, which steps its values in place.
 
     Example:
         anchor = Anchor(fragments, values, [NesterovSGD(f, v, schedule) for f, v in zip(fragments, values)])

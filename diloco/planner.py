@@ -68,7 +68,7 @@ class Link:
     down: float
     """Bytes per second from the store."""
     latency_s: float
-    """Seconds of a request without a body."""
+    """The seconds that a request without a body takes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,15 +80,15 @@ class Processor:
     """
 
     encode: float = 1.5e9
-    """For encoding a contribution."""
+    """The speed of encoding a contribution."""
     accumulate: float = 5e9
-    """For adding one contribution to a mean."""
+    """The speed of adding one contribution to a mean."""
     decode: float = 5e9
-    """For decoding a mean."""
+    """The speed of decoding a mean."""
     step: float = 1.5e9
-    """For the outer step."""
+    """The speed of the outer step."""
     copy: float = 8e9
-    """For copies on the device of the live parameters. 8 GB/s is the speed of a CPU."""
+    """The speed of copies on the device of the live parameters. 8 GB/s is the speed of a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +132,7 @@ class Workload:
     n: int
     """The number of replicas."""
     step_s: float
-    """Seconds of an inner step."""
+    """The seconds that an inner step takes."""
     link: Link
     processor: Processor = field(default_factory=Processor)
     steps: int | None = None
@@ -165,7 +165,7 @@ class Choice:
     overlap_steps: int = 0
     wire: str = "int8"
     mean_wire: str | None = None
-    """None: the default of `DiLoCo` for the wire."""
+    """The wire of the means, with the default filled in. None: the default of `DiLoCo` for `wire`."""
 
     @property
     def steps_between(self) -> int:
@@ -174,7 +174,7 @@ class Choice:
 
     @property
     def resolved_mean_wire(self) -> str:
-        """The wire of the means."""
+        """The wire of the means, with the default filled in."""
         return self.mean_wire or MEAN_WIRES.get(self.wire, self.wire)
 
     def fits(self, workload: Workload) -> bool:
@@ -236,13 +236,13 @@ class RoundCost:
     """
 
     link_s: float
-    """Seconds of transfers at the speed of the link."""
+    """The seconds of transfers at the speed of the link."""
     requests_s: float
-    """Seconds of latency of requests that wait for each other."""
+    """The seconds of latency of requests that wait for each other."""
     processor_s: float
-    """Seconds of computing."""
+    """The seconds of computation."""
     noticing_s: float
-    """Seconds from the time at which an object exists to the next read that looks for it."""
+    """The average seconds between the creation of an object and the next read that looks for it."""
     up: float
     """Bytes that the replica sends."""
     down: float
@@ -302,7 +302,8 @@ class Plan:
         momentum if their rounds are rather short.
         """
         rounds = None if self.workload.steps is None else ceil(self.workload.steps / self.choice.inner_steps)
-        is_short = rounds is not None and (rounds - 1) * self.choice.inner_steps < MEASURED_STEPS  # as in `DiLoCo`
+        # the same default as in `DiLoCo`
+        is_short = rounds is not None and (rounds - 1) * self.choice.inner_steps < MEASURED_STEPS
         if is_short or self.choice.inner_steps < SHORT_ROUND_STEPS:
             return SHORT_PLAN_OUTER
         lr, momentum = PAPER_OUTER
@@ -333,7 +334,7 @@ class Plan:
         entries = rounds * self.choice.fragments
         gets = 25 + 2 * (self.workload.n - 1) + self.round.down / RANGE_BYTES
         snapshots = entries // max(snapshot_every, self.choice.fragments)
-        parts = 1 + ceil(8 * self.workload.params / SNAPSHOT_PART_BYTES)  # anchor and momentum
+        parts = 1 + ceil(8 * self.workload.params / SNAPSHOT_PART_BYTES)  # a snapshot has the anchor and the momentum
         return entries * self.workload.n * (4 * prices.put + gets * prices.get) + snapshots * parts * prices.put
 
     def egress_usd(self, prices: Prices, rounds: float) -> float:
@@ -356,7 +357,7 @@ def round_cost(workload: Workload, choice: Choice) -> RoundCost:
     elements, n, link, cpu = ceil(workload.params / choice.fragments), workload.n, workload.link, workload.processor
     w = BYTES_PER_ELEMENT[choice.wire]
     v = BYTES_PER_ELEMENT[choice.resolved_mean_wire]
-    part = 1.0  # the share of the fragment that one replica reduces
+    part = 1.0  # the share of the fragment whose mean one replica computes
     if elements * max(w, v) <= SMALL_BYTES:
         # All replicas wait for one replica, which reads the contributions of the others, and sends the mean inside the
         # seal.
@@ -421,7 +422,7 @@ def cost_of_round(
         elements: the number of values of the fragment.
         n: the number of replicas.
         wire: the wire of contributions.
-        mean_wire: the wire of means. None: the default of `DiLoCo` for the wire.
+        mean_wire: the wire of means. None: the default of `DiLoCo` for `wire`.
         link: the link of a replica.
         processor: the processor of a replica.
     """
@@ -455,7 +456,8 @@ def choose(
     """Return the plan with the shortest rounds for which no step waits. If there is none, return the fastest plan.
 
     If several plans have these `inner_steps`, the one with the smallest overlap is chosen. A later wire of `wires` is
-    chosen if it at least halves `inner_steps`, or if steps wait with both wires and it loses a tenth less time.
+    chosen if it at least halves `inner_steps`, or if steps wait with both wires and the later wire loses a tenth less
+    time.
 
     If steps wait with every usual wire, the sparse wire is tried, too. It costs more loss, so it is proposed only for
     runs of at least 60 rounds of up to 20 inner steps.
@@ -463,10 +465,11 @@ def choose(
     Args:
         workload: the workload.
         wires: the wires to choose from, the usual one first.
-        mean_wire: the wire of means. None: the default of `DiLoCo` for the wire.
-        inner_steps: a fixed value. None: choose it.
-        fragments: a fixed value. None: choose it.
-        overlap_steps: a fixed value. None: choose it, so that a round may take a quarter longer than estimated.
+        mean_wire: the wire of means. None: the default of `DiLoCo` for `wire`.
+        inner_steps: a fixed value. None: the planner chooses it.
+        fragments: a fixed value. None: the planner chooses it.
+        overlap_steps: a fixed value. None: the planner chooses it, so that a round may take a quarter longer than
+            estimated.
 
     Raises:
         ValueError: `DiLoCo` would refuse a value, or the store would refuse the objects that it makes.

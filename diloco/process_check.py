@@ -75,7 +75,7 @@ def find_group(
 
 
 def _distributed() -> Any | None:
-    """Return `torch.distributed` if this process has a default group. It is not imported for that."""
+    """Return `torch.distributed` if this process has a default group. The module is not imported for this check."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -92,7 +92,7 @@ def _is_of_one_replica(group: Any, place: RunLocation, name: str) -> bool:
         DiLoCoError: some processes have not opened the DiLoCo in time.
     """
     store = _store_of(group)
-    # All processes of a group open their DiLoCos in one order, so each counts the same number.
+    # All processes of a group open their DiLoCos in the same order, so each process counts the same number.
     number = store.add(_counter(group, name), 1)
     keys = [f"replicas/{name}/{number}/{each}" for each in range(group.size())]
     store.set(keys[group.rank()], str(-1 if place.replica is None else place.replica.rank))

@@ -1,4 +1,4 @@
-"""Measures for `planner.Processor` how fast this machine's processor does the computing of a round."""
+"""Measures for `planner.Processor` how fast this machine's processor makes the computations of a round."""
 
 from __future__ import annotations
 

@@ -19,7 +19,9 @@ LEAVING = 143
 
 
 is_open: WeakValueDictionary[tuple[str, str], object] = WeakValueDictionary()
-"""The open DiLoCos of this process, by nonce and name. Two DiLoCos with the same name would be taken for one model."""
+"""The open DiLoCos of this process, by nonce and name. The other replicas would take two DiLoCos with the same name for
+one model.
+"""
 planned: dict[str, int] = {}
 """For each nonce, the total of steps that a DiLoCo has reported. Any other total was reported by the script itself."""
 finished: set[tuple[str, str]] = set()
@@ -48,7 +50,7 @@ def check_is_free(name: tuple[str, str]) -> None:
 def leave_all(nonce: str, leave: Callable[[Any], None]) -> None:
     """Let each open DiLoCo of a replica leave the run, and then end the process.
 
-    If one of them fails, the others still leave.
+    If a DiLoCo fails to leave, the others still leave.
 
     Args:
         nonce: the nonce of the replica's claim.
@@ -131,7 +133,7 @@ class ReplicaLink:
         if self._replica is not None and self._is_shown:
             reported = self._replica.reported
             if nonce in planned and reported.get("total_steps") == planned.pop(nonce):
-                del reported["total_steps"]  # the total is from an earlier DiLoCo of this process
+                del reported["total_steps"]  # an earlier DiLoCo of this process has reported the total
             if total_steps is not None:
                 reported["total_steps"] = planned[nonce] = total_steps
 
@@ -263,13 +265,13 @@ class ReplicaLink:
 
         Args:
             leave: called with each DiLoCo that is still open.
-            finish: called after that. It ends a thread that outlives its DiLoCo.
+            finish: called after that. It ends threads that would outlive their DiLoCo.
 
         Example:
             link.call_after_failure(DiLoCo._leave_after_error, workers.uploads.finish)
         """
         if self._replica is not None:
-            # The replica calls the last one first.
+            # The replica calls the last function first.
             self._replica.at_failure += [finish, partial(leave_after_error, self._nonce, leave)]
 
     def may_stay(self, error: BaseException) -> bool:
@@ -300,7 +302,7 @@ class ReplicaLink:
         """Record that the script has changed the model after this DiLoCo was closed.
 
         Args:
-            mark: a number that stands for the changed model. It is the same on replicas with the same model.
+            mark: a number that identifies the changed model. Replicas with the same model have the same number.
 
         Example:
             link.note_changed_model(0.25)
@@ -309,7 +311,7 @@ class ReplicaLink:
             self._replica.own_models[self._name] = mark
 
     def _finish_if_last(self) -> None:
-        """Report that the training is finished, unless another DiLoCo of this replica still trains."""
+        """Report that the training has ended, unless another DiLoCo of this replica still trains."""
         if self._replica is not None and all(key in finished for key in is_open if key[0] == self._nonce):
             self._replica.finish_training()
 

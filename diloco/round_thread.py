@@ -26,7 +26,7 @@ class RoundThread:
 
     Args:
         name: the name of the thread.
-        wait: the function that a pause waits with.
+        wait: the function that waits during a pause.
         store: the store of the run. The time that it takes to answer bounds a pause.
 
     Example:

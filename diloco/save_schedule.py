@@ -106,7 +106,7 @@ class SaveSchedule:
 
     @contextmanager
     def uploading(self) -> Iterator[None]:
-        """Measure an upload that was handed over. Called in the thread that makes it."""
+        """Measure an upload that `hand_over` has recorded. It is called in the thread that makes the upload."""
         began = self._clock()
         try:
             yield

@@ -229,7 +229,8 @@ class DiLoCoSettings:
     def plan(self) -> RoundPlan:
         """The plan that divides the inner steps, or the time, into rounds.
 
-        It is always the same object, which all parts of the DiLoCo share, because an extension of the run changes it.
+        The property always returns the same object, which all parts of the DiLoCo share, because an extension of the
+        run changes the plan.
         """
         if self._plan is None:
             object.__setattr__(self, "_plan", self.first_plan)
@@ -414,7 +415,8 @@ class DiLoCoSettings:
     def agreed_settings(self) -> dict[str, Any]:
         """Return the settings that every replica must share.
 
-        Some are derived from arguments. `given` has those arguments, so that an error can name what the user wrote.
+        Some settings are derived from arguments. `given` has those arguments, so that an error can name the arguments
+        as the user wrote them.
         """
         given = self.outer_optimizer
         if given is None:

@@ -59,7 +59,7 @@ class StateSaver:
         side, state = self._training_side, self._model_state
         with self._attached.schedule.keeping(side.position):
             # Right after a round that counted all work, the live parameters equal the anchor. A comparison would take
-            # as long as the copies, so the caller says so.
+            # as long as the copies, so the caller passes that as an argument.
             is_anchor = side.phase.has_no_work and state.leaves_no_work
             progress = [] if is_anchor else side.run_in_round_thread(state.progress)
             since = side.runner.account.uncounted_since

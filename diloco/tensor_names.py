@@ -32,7 +32,7 @@ WRAPPERS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 """For each attribute that holds a wrapped module, the classes of wrappers and the Python modules that define them.
 
-None is imported.
+These modules are not imported.
 """
 SHARDED = ("torch.distributed.fsdp", "FullyShardedDataParallel")
 DTENSOR = ("torch.distributed.tensor", "DTensor")
@@ -78,7 +78,7 @@ def by_clean_name(model: nn.Module, named: Iterable[tuple[str, T]]) -> dict[str,
     found: dict[str, T] = {}
     for name, thing in named:
         clean = clean_name(model, name)
-        if clean in found:  # otherwise one of the two would not be averaged
+        if clean in found:  # otherwise one of the two tensors would not be averaged
             raise ValueError(f"The model has two tensors named {clean!r}, the second as {name!r}. Rename one of them.")
         found[clean] = thing
     return found

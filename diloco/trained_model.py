@@ -307,7 +307,7 @@ class ReplayedState:
 
     Args:
         agreed: the settings that the run's replicas agreed on.
-        plan: how the run is divided into entries.
+        plan: divides the run into entries.
         outer_optimizer: the run's own outer optimizer. None: it is the built-in one, or unknown. An unknown one cannot
             apply a mean.
 
@@ -338,7 +338,7 @@ class ReplayedState:
 
         Args:
             position: the entry before which the snapshot was made.
-            pointer: its pointer, which has the digests.
+            pointer: the pointer of the snapshot, which has the digests.
             arrays: its arrays.
 
         Raises:
@@ -539,7 +539,7 @@ def _add_unshared(log: StoredRoundLog, position: int, tensors: dict[str, Tensor]
 
     Args:
         log: the log of the run.
-        position: the rounds of the anchor. Nothing newer is used.
+        position: the number of rounds of the anchor. Newer tensors are not used.
         tensors: the anchor by name. It is changed.
     """
     more, notes = log.agreed.unshared, list[str]()

@@ -56,7 +56,7 @@ class TrainingLoop:
         self.n_calls = 0
         """The number of calls of `step()`."""
         self.is_trainers = False
-        """True if the loop belongs to a trainer, whose callback warns of an early end itself."""
+        """True if the loop belongs to a trainer. Its callback itself warns about an early end."""
         self._has_made_last_pass = False
         """True if a process that began after the end of the run has made its one allowed step.
 
@@ -154,7 +154,7 @@ class TrainingLoop:
         return 0
 
     def warn_of_call_after_end(self, call: str, step: int) -> None:
-        """Warn, once, that `step()` or `sync()` was called after the last planned round.
+        """Warn once that `step()` or `sync()` was called after the last planned round.
 
         In a process that began after the end of the run, the first call is correct: it belongs to the one allowed pass
         of `steps()`.

@@ -29,11 +29,13 @@ from executors.errors import StoreError
 log = logging.getLogger(__name__)
 
 FIRST_BYTES = 256 << 20
-"""Most bytes of frozen parameters and buffers, which one replica stores once."""
+"""The largest size in bytes of the frozen parameters and buffers that one replica stores once."""
 LATER_BYTES = 64 << 20
-"""Most bytes of buffers that training has changed, which one replica stores between two snapshots."""
+"""The largest size in bytes of the buffers that training has changed, and that one replica stores between two
+snapshots.
+"""
 MOST_NAMED = 20_000
-"""Most names of such tensors in the agreement of a run."""
+"""The largest number of names of such tensors in the agreement of a run."""
 _HELD_AS = {"bfloat16": torch.int16, "float8_e4m3fn": torch.uint8, "float8_e5m2": torch.uint8}
 """The type whose bits represent a type that numpy lacks."""
 _NUMPY = {np.dtype(dtype) for dtype in DTYPES.values()}
@@ -78,8 +80,8 @@ class UnsharedState:
     def first(self) -> dict[str, Tensor]:
         """Return frozen parameters and buffers as they are now.
 
-        If all of them together have more than `FIRST_BYTES`, return only the buffers. If the buffers alone have more,
-        return nothing.
+        If all of them together have more than `FIRST_BYTES`, return only the buffers. If the buffers alone have more
+        bytes, return no tensors.
         """
         state = self._state()
         kinds = (("frozen", "buffer"), ("buffer",))
@@ -121,7 +123,7 @@ class UnsharedStateWriter:
         Args:
             position: the number of entries that the run has completed.
             tensors: the tensors by name.
-            most_bytes: if the tensors have more bytes together, nothing is stored.
+            most_bytes: the largest size of all tensors together. If they have more bytes, nothing is stored.
         """
         if position in self._kept or not tensors or sum(value.nbytes for value in tensors.values()) > most_bytes:
             return

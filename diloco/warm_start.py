@@ -27,8 +27,9 @@ class WarmStart:
 
     Args:
         source: the other run.
-        step: use the state of its newest round at or before this step. None: of its newest round.
-        state: the new run's state, whose model the other run's state must fit.
+        step: a step of the other run. The state after the newest round at or before it is used. None: the state after
+            the newest round.
+        state: the state of the new run. The state of the other run must fit its model.
         rank: this replica, for log lines and errors.
 
     Example:
@@ -141,7 +142,7 @@ def find_warm_start(location: RunLocation, store: RetryingStore, keys: Keys, sta
         location: the run of this replica.
         store: the store of the run.
         keys: the keys of its rendezvous.
-        state: the new run's state, whose model the other run's state must fit.
+        state: the state of the new run. The state of the other run must fit its model.
 
     Raises:
         ContributionError: the other run's state does not fit.

@@ -82,9 +82,9 @@ class SupervisorStatus:
 
     is_alive: bool
     reason: Reason | None = None
-    """How the job ended, where its service knows more than its exit code, as in "preempted"."""
+    """The reason why the job ended, such as "preempted", if its service knows more than the exit code."""
     error: str | None = None
-    """The same as a sentence."""
+    """The reason as a sentence. None: there is none."""
     launcher_is_gone: bool = False
     """True if the run is attached, and the process that it ends with is known to have ended."""
 
@@ -99,7 +99,7 @@ class JobsOfRun:
     launched_at: float | None = None
     """Unix time of the launch, which is part of the jobs' labels. None: not known."""
     ranks: tuple[int, ...] | None = None
-    """Only the jobs of these ranks. None: all jobs of the run, with its spares."""
+    """The ranks whose jobs must be ended. None: all jobs of the run, with its spares."""
     over: frozenset[int] = frozenset()
     """Ranks that the caller knows to have ended. Their jobs are asked for only if the service lists them."""
 
@@ -109,13 +109,13 @@ class EndedJobs:
     """The answer of a service that was asked to end jobs."""
 
     n_ended: int = 0
-    """How many jobs the service has accepted to end."""
+    """The number of jobs that the service has accepted to end."""
     attempts: frozenset[tuple[int, int]] = frozenset()
     """Rank and attempt of each known job that the service was asked to end, whether or not it accepted that."""
     problems: tuple[str, ...] = ()
     """A sentence for each job, or list of jobs, that failed. Empty: no job that was asked for still runs."""
     commands: str = ""
-    """The service's own commands that end what is left."""
+    """The service's own commands that end the jobs that may still run."""
 
     @property
     def is_complete(self) -> bool:
@@ -130,7 +130,7 @@ class EndedJobs:
         return f"These may still run: {'; '.join(self.problems)}. End them yourself: {self.commands}"
 
     def __add__(self, other: EndedJobs) -> EndedJobs:
-        """Return the answers of two services as one."""
+        """Combine the answers of two services."""
         commands = "   ".join(filter(None, dict.fromkeys([self.commands, other.commands])))
         return EndedJobs(
             self.n_ended + other.n_ended, self.attempts | other.attempts, (*self.problems, *other.problems), commands
@@ -142,7 +142,7 @@ class JobsLeft:
     """The jobs of a run that have not ended, as their service lists them."""
 
     n: int
-    """How many there are."""
+    """The number of these jobs."""
     service: str
     """The service's name, for users."""
     commands: str
@@ -468,10 +468,10 @@ class Backend(ABC):
         the backend reads the store only for replicas that have gone.
 
         Args:
-            replicas: those that have left no outcome.
+            replicas: the replicas that have left no outcome.
 
         Raises:
-            UnknownHandleError: a handle is not one of this backend.
+            UnknownHandleError: a handle belongs to another backend.
             BackendError: the backend refuses the credentials.
 
         Example:
@@ -482,13 +482,13 @@ class Backend(ABC):
     def supervisors(self, replicas: Sequence[PendingReplica]) -> list[SupervisorStatus]:
         """Return the state of the supervisors of replicas that have ended, in the order of the replicas.
 
-        A supervisor counts as alive if the backend cannot find out, or not now.
+        A supervisor counts as alive if the backend cannot find out its state at the moment.
 
         Args:
-            replicas: those that have ended.
+            replicas: the replicas that have ended.
 
         Raises:
-            CorruptObjectError: a handle is not one of this backend.
+            CorruptObjectError: a handle belongs to another backend.
             UnknownHandleError: a handle names another replica's job.
             BackendError: the backend refuses the credentials.
 
@@ -512,11 +512,11 @@ class Backend(ABC):
 
         Args:
             handle: a handle that has nothing but `store_url`, `run_id` and `attempt`.
-            insists: True if the caller acts upon the answer: None then means that there is no such replica. A caller
-                that only looks also gets None if the backend cannot say now, or is not asked again so soon.
+            insists: True if the caller acts upon the answer: None then proves that there is no such replica. False, the
+                default: None may also mean that the backend does not know now, or was asked a moment ago.
 
         Raises:
-            BackendError: the backend refuses the credentials, or the caller insists and the backend cannot say.
+            BackendError: the backend refuses the credentials, or `insists` is True and the backend does not know.
 
         Example:
             backend.find_handle(attempt.bare_handle("modal"), insists=True)
@@ -555,7 +555,7 @@ class Backend(ABC):
         """Return the jobs of a run that have not ended. This ends nothing, and does not ask the store.
 
         Args:
-            run: the run. Its `ranks` and `over` do not count: all jobs are listed.
+            run: the run. Its `ranks` and `over` are ignored: all jobs are listed.
 
         Raises:
             BackendError: the service refuses, or does not answer.
@@ -656,15 +656,15 @@ class PlainBackend(Backend):
         return self._has("end_jobs", "commands_to_end")
 
     def price_per_hour(self, gpu: str | None) -> float | None:
-        """Return the executor's price, if it knows prices."""
+        """Return the executor's price. None if the executor has no method for prices."""
         return self.executor.price_per_hour(gpu) if self._has("price_per_hour") else None
 
     def reports_preemption(self, gpu: str | None) -> bool:
-        """Return the executor's answer. False: it has none."""
+        """Return the executor's `reports_preemption`. False if the executor has no such method."""
         return self._has("reports_preemption") and bool(self.executor.reports_preemption(gpu))
 
     def installation_note(self, requirements: Sequence[str]) -> str:
-        """Return the executor's sentence; empty if it has none."""
+        """Return the executor's `installation_note`. Empty if the executor has no such method."""
         return str(self.executor.installation_note(requirements)) if self._has("installation_note") else ""
 
     def check_launch(self, request: LaunchRequest) -> None:
@@ -731,8 +731,8 @@ class PlainBackend(Backend):
         return [*map(ask, replicas)] if self._store is None else at_store(self._store, ask, replicas)
 
     def supervisors(self, replicas: Sequence[PendingReplica]) -> list[SupervisorStatus]:
-        """Return that all supervisors are alive, because the protocol cannot report it, and nothing restarts these
-        replicas.
+        """Return a living supervisor for each replica. The protocol cannot report supervisors, and no process restarts
+        these replicas.
         """
         return [SupervisorStatus(is_alive=True)] * len(replicas)
 

@@ -33,7 +33,7 @@ Bad values of arguments (`n=0`) raise `ValueError`, wrong types `TypeError`, as 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 if TYPE_CHECKING:
     from executors.protocol import Outcome
@@ -152,20 +152,52 @@ def packages_of(extra: str) -> list[str]:
     ]
 
 
+def raise_missing_package(needed_by: str, error: ImportError, extra: str) -> NoReturn:
+    """Raise the error for an import that fails because a package of one of our extras is not installed.
+
+    Args:
+        needed_by: the thing that needs the package, as the beginning of a sentence, such as `The demo`.
+        error: the error of the import.
+        extra: our extra that brings the package, such as `diloco`.
+
+    Raises:
+        MissingDependencyError: a package of the extra is missing. The message has the command that installs the extra.
+        ImportError: `error` itself, if another module is missing, because that command would not help.
+
+    Example:
+        try:
+            import torch
+        except ImportError as error:
+            raise_missing_package("The demo", error, "diloco")
+    """
+    missing = (error.name or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or missing not in map(_package_name, packages_of(extra)):
+        raise error
+    raise MissingDependencyError(
+        f"{needed_by} needs the package {missing!r}. Install all that it needs with: {install_command(extra)}"
+    ) from error
+
+
+def _package_name(requirement: str) -> str:
+    from packaging.requirements import Requirement
+
+    return Requirement(requirement).name
+
+
 class LaunchError(BackendError):
-    """The backend refused to start a replica; those already started were cancelled.
+    """The backend refused to start a replica. The replicas that had already started were cancelled.
 
     Args:
         message: the reason.
         rank: the rank that could not be started. None: no single rank is the reason.
-        cancelled: True if the run was cancelled meanwhile. Default: False.
+        cancelled: True if the run was cancelled while it was being started. Default False.
     """
 
     def __init__(self, message: str, *, rank: int | None = None, cancelled: bool = False) -> None:
         super().__init__(message)
         self.rank = rank
         self.cancelled = cancelled
-        """Whether the run was cancelled meanwhile. Then nothing is wrong."""
+        """True if the run was cancelled while it was being started. Then the refusal is not a problem."""
 
 
 class MaxCostSpentError(LaunchError):
@@ -190,7 +222,7 @@ class EntrypointImportError(EntrypointError, ImportError):
 
 
 class EntrypointArgumentsError(EntrypointError, TypeError):
-    """The entrypoint does not take these arguments, or they cannot travel."""
+    """The entrypoint does not take these arguments, or they cannot be sent to replicas."""
 
 
 class ResultError(ReplicasError, TypeError):
@@ -212,7 +244,9 @@ class RunBeingRemovedError(RunNotFoundError):
 
 
 class AlreadyResumedError(ReplicasError):
-    """Another process began the attempts to resume. This process started nothing."""
+    """Another process has already begun the attempts that this process wanted to resume. This process started
+    nothing.
+    """
 
 
 class UntrustedTaskError(ReplicasError):
@@ -266,11 +300,14 @@ class StoreError(ReplicasError):
     """
 
     refusal: Literal["", "permission", "credentials"] = ""
-    """Why waiting alone does not help. "permission": a user must change something at the store, as with a bucket that
-    does not exist. "credentials": the credentials of this process have ended. "": it is away, busy or full, and may
-    come back."""
+    """The reason why waiting alone does not help. "permission": a user must change something at the store, as with a
+    bucket that does not exist. "credentials": the credentials of this process have expired. "": the store is
+    unreachable, busy or full, and may recover.
+    """
     failing_since: float | None = None
-    """When the request failed first, by `time.monotonic`, where the store has repeated it since."""
+    """The time of the first failure, by `time.monotonic`, if the store has repeated the request since. None: it was not
+    repeated.
+    """
 
     def __init__(self, message: str, *, key: str | None = None, url: str | None = None) -> None:
         super().__init__(message)
@@ -282,7 +319,7 @@ class UnwritableStoreError(StoreError):
     """The store cannot be written: access is read-only, no space is left, or the credentials have expired."""
 
     outcome: Outcome | None = None
-    """The outcome that could not be recorded, if it was the end of an attempt."""
+    """The outcome that could not be recorded, if the failed write was the end of an attempt. Otherwise None."""
 
 
 class KeyNotFoundError(StoreError, FileNotFoundError):

@@ -22,12 +22,12 @@ OURS = ("executors", "diloco")
 DEPENDENCIES = frozenset({
     "torch", "numpy", "tenacity", "cloudpickle", "xxhash", "blake3", "typer", "click", "rich", "platformdirs",
     "packaging", "jinja2", "inotify_simple", "boto3",
-    # The packages that those above need.
+    # The packages that the packages above need.
     "functorch", "torchgen", "sympy", "mpmath", "networkx", "filelock", "fsspec", "typing_extensions", "markupsafe",
     "markdown_it", "mdurl", "pygments", "shellingham", "botocore", "s3transfer", "jmespath", "urllib3", "dateutil",
     "six", "annotated_doc",
 })  # fmt: skip
-"""The packages that our code and the store of buckets import, directly or through each other."""
+"""The packages that our code and the store for buckets import, directly or indirectly."""
 NOT_RESERVED = frozenset({"test", "this", "antigravity", "turtle", "turtledemo", "idlelib", "tkinter", "__hello__"})
 """Names of the standard library that no library imports. `test.py` is a usual name for a user's module."""
 RESERVED = (sys.stdlib_module_names | DEPENDENCIES | {*OURS}) - NOT_RESERVED
@@ -41,7 +41,7 @@ n = int(sys.argv[1])
 sys.path[:] = sys.argv[2 : 2 + n]
 del sys.argv[1 : 2 + n]
 """
-"""The code that a new Python runs first. It imports nothing, because PYTHONPATH may name the user's folder."""
+"""The code that a new Python process runs first. It imports nothing, because PYTHONPATH may name the user's folder."""
 
 _user_folders: set[str] = set()
 PARSING = allocate_lock()
@@ -121,7 +121,7 @@ def user_folders() -> list[str]:
 
 
 def new_python(code: str, *arguments: str) -> list[str]:
-    """Return the command of a new Python that runs our code and never imports it from the user's folders.
+    """Return the command of a new Python process that runs our code and never imports it from the user's folders.
 
     Args:
         code: the Python code that it runs. Its arguments are in `sys.argv[1:]`.
@@ -159,8 +159,8 @@ def describe_hidden(file: Path) -> str | None:
             if name in RESERVED:
                 owner = "Python's own module" if name in sys.stdlib_module_names else "the installed package"
                 return (
-                    f"{source.name} imports {name!r}. In a replica that is {owner}, and not your "
-                    f"{beside.relative_to(folder)}: rename yours if you mean it."
+                    f"{source.name} imports {name!r}. In a replica, that is {owner}, and not your "
+                    f"{beside.relative_to(folder)}: rename your file if you want to import it."
                 )
             seen.add(beside)
             pending.append(beside)

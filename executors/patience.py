@@ -71,7 +71,7 @@ class OutageTolerance:
         Args:
             error: the newest error. None: there was no error yet.
         """
-        if isinstance(error, KeyNotFoundError):  # the store has answered, so this is not a failure
+        if isinstance(error, KeyNotFoundError):  # a missing key is an answer of the store and not a failure
             return 0.0
         seconds = self.seconds
         # A stale object is valid again after seconds. A damaged object stays damaged.
@@ -91,7 +91,7 @@ REQUEST = OutageTolerance(
     "any process",
     "the answer to one request to a bucket",
     2 * MINUTE,
-    "It absorbs throttling, lost replies and a change of addresses. A longer outage is for the caller to bear.",
+    "It absorbs throttling, lost replies and a change of addresses. The caller decides how to treat a longer outage.",
     refused_seconds=0.0,
 )
 OPENING = OutageTolerance(
@@ -105,13 +105,13 @@ BRIEF = OutageTolerance(
     "any process",
     "a record that decides its next step",
     10.0,
-    "It absorbs a hiccup of a directory. A user waits for the answer, or ranks wait to be looked after.",
+    "It absorbs a short failure of a directory. A user waits for the answer, or ranks wait for their supervisor.",
 )
 GLANCE = OutageTolerance(
     "a supervisor, a spare, `ls`",
     "one request, which is tried once",
     5.0,
-    "Its one thread must also reap, end and limit ranks. It asks again a few seconds later.",
+    "The only thread of such a process must also reap, end and limit ranks. It asks again a few seconds later.",
     refused_seconds=0.0,
 )
 START = OutageTolerance(
@@ -209,7 +209,7 @@ class _Wait:
     error: str = ""
     was_reported: bool = False
     is_quiet: bool = False
-    """Whether the wait may have ended, so that nothing is printed before the next failure."""
+    """True if the wait may have ended, so that nothing is printed before the next failure."""
 
     def sentence(self, now: float) -> str:
         longest = f", {name_span(self.limit_s)} at most" if self.limit_s else ""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 
 if sys.platform == "win32":
-    # Before the imports below, which do not exist on Windows: the user gets a sentence instead of a traceback.
+    # This check comes before the imports below, which do not exist on Windows. So the user gets a sentence instead of a
+    # traceback.
     sys.exit("replicas runs on Linux and macOS. On Windows, use WSL 2.")
 
 import contextlib
@@ -127,7 +128,7 @@ def start_time(pid: int) -> int | None:
         pid: the process.
     """
     if sys.platform != "linux":
-        with contextlib.suppress(OSError):  # a sandbox that forbids `ps`
+        with contextlib.suppress(OSError):  # a sandbox may forbid `ps`
             return next((process.started for process in _listed("-p", str(pid))), None)
         return None
     fields = _stat(pid)
@@ -165,7 +166,7 @@ def _is_hidden(pid: int) -> bool:
 
 
 def _is_alive_by_ps(pid: int, started: int) -> bool:
-    # The cheap check comes first: `ps` is a new process, and most of the processes in question have ended.
+    # The cheap check comes first, because `ps` is a new process, and most processes that are asked about have ended.
     try:
         os.kill(pid, 0)
     except OSError as error:
@@ -175,7 +176,7 @@ def _is_alive_by_ps(pid: int, started: int) -> bool:
         found = [process.started for process in _listed("-p", str(pid))]
     except OSError:  # a sandbox forbids `ps`: an existing process counts as the right one
         return True
-    return bool(found) and started in (0, *found)  # 0: the time could not be read when it was noted
+    return bool(found) and started in (0, *found)  # 0: the start time could not be read when it was noted
 
 
 class _Listed(NamedTuple):
@@ -221,7 +222,7 @@ def _output_of(*command: str) -> tuple[int, str]:
     # Not at the top, because it imports `threading`, which the process that forks replicas must not import.
     import subprocess
 
-    # With a fixed locale and time zone, because the same process must always have the same start time.
+    # The locale and the time zone are fixed, because the same process must always have the same start time.
     environ = {**os.environ, "LC_ALL": "C", "TZ": "UTC"}
     nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(command, env=environ, stdin=nothing, stdout=pipe, stderr=nothing, text=True) as process:
@@ -240,10 +241,10 @@ class Activity(NamedTuple):
 
     is_stopped: bool
     is_traced: bool
-    """Whether a debugger is attached."""
+    """True if a debugger is attached to the process."""
     cpu_s: float
     is_runnable: bool = False
-    """Whether its main thread runs, or waits for a processor."""
+    """True if the main thread of the process runs, or waits for a processor."""
 
 
 def activity(pid: int) -> Activity | None:
@@ -318,7 +319,7 @@ def private_file(data: bytes = b"") -> int:
     else:
         import tempfile
 
-        with tempfile.TemporaryFile() as file:  # it has no name now
+        with tempfile.TemporaryFile() as file:  # the signal number has no name on this system
             descriptor = os.dup(file.fileno())
     with open(descriptor, "wb", closefd=False) as writer:
         writer.write(data)
@@ -370,7 +371,7 @@ def become_subreaper() -> None:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that forked it ends."""
+    """Ask the kernel to kill this process when the thread that forked this process ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -391,7 +392,7 @@ def descendants(root: int, spare: Collection[int] = ()) -> list[int]:
 
     Args:
         root: the process.
-        spare: processes that are left out, with their descendants. Default: none.
+        spare: the processes that are left out, with their descendants. Default: none.
     """
     children: dict[int, list[int]] = {}
     for pid, parent in _parents():
@@ -432,8 +433,8 @@ def path_of_descriptor(descriptor: int) -> str:
 def ask_children_to_end(limit_s: float, but_group: int | None = None) -> None:
     """Send SIGTERM once to each child of this process, and wait until all have ended.
 
-    An orphan is asked, too, when it becomes a child of this process, if this process is a subreaper. There is no wait
-    for children that ignore SIGTERM. The resource tracker of `multiprocessing` is such a child.
+    If this process is a subreaper, an orphan that becomes its child also gets SIGTERM. Children that ignore SIGTERM are
+    not waited for. The resource tracker of `multiprocessing` is such a child.
 
     Args:
         limit_s: the longest wait in seconds.
@@ -525,12 +526,13 @@ def _groups_by_mount(controller: str, root: Path, own: Path) -> Iterator[list[Pa
             if controllers and controller not in controllers.split(","):
                 continue
             for mount in (root, root / "unified") if not controllers else (root / controllers, root / controller):
-                group_here = mount / group.strip("/")  # does not exist if the container sees only its own group
+                # the parent folder does not exist if the container sees only its own group
+                group_here = mount / group.strip("/")
                 yield [folder for folder in (group_here, *group_here.parents) if folder.is_relative_to(mount)]
 
 
 def _cpu_quota(group: Path) -> list[float]:
-    with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+    with contextlib.suppress(OSError, ValueError):  # the file is missing, or has the text "max"
         if (group / "cpu.max").exists():
             quota, period = map(int, (group / "cpu.max").read_text().split())
         else:
@@ -672,7 +674,8 @@ def lock_holder(descriptor: int, byte: int) -> int | None:
         raise _not_here("F_GETLK")
     asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
     kind, _, _, _, pid = struct.unpack(FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
-    return pid if kind != fcntl.F_UNLCK and pid > 0 else None  # negative for another machine
+    # the pid is negative if the process is on another machine
+    return pid if kind != fcntl.F_UNLCK and pid > 0 else None
 
 
 def memory_file(name: str) -> int:
@@ -727,7 +730,7 @@ def open_inotify() -> Any:
     """Return an `inotify_simple.INotify`, with which the kernel reports changes in folders.
 
     Raises:
-        OSError: this user has no more of them, the package is missing, or this system has none.
+        OSError: this user has reached the limit of such objects, the package is missing, or this system has no inotify.
     """
     if sys.platform != "linux":
         raise _not_here("inotify")
@@ -754,7 +757,7 @@ def memory_in_use() -> int:
         OSError: a sandbox does not show it.
     """
     if sys.platform != "linux":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS reports bytes
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -771,7 +774,7 @@ def own_threads() -> set[int]:
 
 
 def thread_names() -> list[str]:
-    """List the names of this process's threads, including threads that Python does not know.
+    """List the names of this process's threads, including native threads that Python does not know.
 
     Raises:
         OSError: the system does not show them.
@@ -819,9 +822,9 @@ def _not_here(call: str, number: int = errno.ENOSYS) -> OSError:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/<pid>/stat from the state on, for a live process.
+    """Return the fields of /proc/<pid>/stat of a live process, beginning with the state.
 
-    The name before them may contain anything.
+    The name of the process, which comes before the state, may contain any characters.
     """
     try:
         # Faster than Path.read_bytes: a quarter of the time.

@@ -190,7 +190,7 @@ class Standstill:
     key: str
     """The key of the object in the run's store."""
     n_more: int = 0
-    """How many more such objects hold the round up."""
+    """The number of further objects for which the round waits."""
 
 
 @dataclass(frozen=True)
@@ -198,11 +198,13 @@ class WarningCount:
     """The number of warnings of an attempt so far, and the first warning."""
 
     count: int
-    """How many the run's events list: each text once, and one more if some are in the log only."""
+    """The number of warnings in the run's events: one for each different text, and one more if some warnings are in the
+    log only.
+    """
     first: str
-    """The text of the first one, cut to 200 characters."""
+    """The text of the first warning, cut to 200 characters."""
     first_at: float
-    """When the first one came, in Unix time, by the clock of the replica's host."""
+    """The Unix time of the first warning, by the clock of the replica's host."""
     standstill: Standstill | None = None
     """The round that waits now until the user deletes an object. None: the rounds continue."""
 
@@ -213,9 +215,9 @@ class OutcomeRow(TypedDict):
     rank: int
     """The rank of the replica."""
     status: ReplicaStatus
-    """The status of its newest attempt."""
+    """The status of the replica's newest attempt."""
     exit_code: int | None
-    """The exit status of its process; minus the signal's number if a signal ended it. Null: not known."""
+    """The exit status of the replica's process; minus the signal's number if a signal ended it. Null: not known."""
     error: str | None
     """A traceback, or a sentence about the end. Null: the replica succeeded, or has not ended."""
     result: Any
@@ -237,7 +239,7 @@ class MemberEnd:
     signal: str | None = None
     """The signal that ended the process, as in "SIGKILL". None: no signal did."""
     error: str | None = None
-    """The line that begins its exception, if it recorded one."""
+    """The line that begins the exception of the process, if the process recorded an exception."""
 
     def describe(self) -> str:
         """Return the end in a line: `pid 4711, exit code 1: ValueError: no luck`.
@@ -274,9 +276,9 @@ class Outcome:
     signal: str | None = None
     """The signal that ended the process, as in "SIGKILL". None: no signal did."""
     error: str | None = None
-    """A traceback, or a sentence that says what happened."""
+    """A traceback, or a sentence about the end."""
     error_line: str | None = None
-    """The line that begins the exception, of an error that is a traceback."""
+    """The line that begins the exception, if the error is a traceback."""
     error_place: str | None = None
     """The last place in the user's code that an exception passed, as in `train.py:12`."""
     result: Any = None
@@ -289,41 +291,50 @@ class Outcome:
     """Unix time of the start, by the clock of the replica's machine. None: it is not known."""
     finished_at: float = 0.0
     """Seconds since the epoch, by the clock of the process that recorded the outcome. For a replica that another
-    process found lost, it is the time of its last heartbeat, by its own clock."""
+    process found lost, this is the time of the last heartbeat, by the replica's clock.
+    """
     output_tail: str = ""
     """The end of the output of the replica."""
     reported: Mapping[str, float] | None = None
-    """The last report of the replica. None: its last heartbeat has it."""
+    """The last report of the replica. None: the last heartbeat has the report."""
     reached: Mapping[str, float] | None = None
-    """The `round` and `step` that it reported last."""
+    """The `round` and the `step` that the replica reported last."""
     progress_marks: int = 0
-    """How often it made progress."""
+    """The number of marks of progress."""
     saved_marks: int = 0
-    """How often it left something that its next attempt need not do again."""
+    """The number of times that the replica saved work that the next attempt need not repeat."""
     fingerprint: str | None = None
-    """The same for two ends by the same error at the same place."""
+    """A text that identifies the error and its place. Two ends by the same error at the same place have the same
+    text.
+    """
     how: str | None = None
-    """How the attempt was started, as in "process", "fork" or "spare:0". None: by a launch, or by the user."""
+    """The way in which the attempt was started, as in "process", "fork" or "spare:0". None: by a launch, or by the
+    user.
+    """
     notice: str | None = None
-    """The signal that announced the end of its machine, if one did."""
+    """The signal that announced the end of the machine. None: no signal did."""
     stacks: tuple[str, ...] = ()
-    """The names of the dumps of its threads' stacks."""
+    """The names of the dumps of the stacks of the attempt's threads."""
     was_refused: bool = False
-    """Whether it was not started because its service gave it no machine, so that nothing of it ran."""
+    """True if the attempt was not started because its service gave it no machine, so that no code of it ran."""
     warned: WarningCount | None = None
-    """The warnings that it left. None if it left none, or if its last heartbeat has them."""
+    """The warnings of the attempt. None if there are none, or if the last heartbeat has them."""
     trained_alone: bool = False
-    """Whether it made an optimizer of torch, and nothing in it asked for its rank or created a DiLoCo."""
+    """True if the replica made an optimizer of torch, but neither asked for its rank nor created a DiLoCo."""
     own_models: Mapping[str, float] | None = None
-    """By the name of a DiLoCo, a number that stands for its model if the script changed that after `close()`."""
+    """For each DiLoCo whose model the script changed after `close()`: its name, and a number that identifies the
+    changed model.
+    """
     member: int | None = None
-    """The process of the replica that failed first, if the replica has several. None: it has one, or none failed."""
+    """The process that failed first, in a replica of several processes. None: the replica has one process, or no
+    process failed.
+    """
     members: tuple[MemberEnd, ...] = ()
     """The ends of the processes of a replica that has several, by their numbers."""
     goes_on: bool = False
-    """Whether the process of the attempt stays, to run the next attempt; see `restartable`."""
+    """True if the process of the attempt stays, to run the next attempt; see `restartable`."""
     unproven: bool = False
-    """Whether the run is signed and this outcome is not proven by the run's key."""
+    """True if the run is signed and the run's key does not prove this outcome."""
 
     @classmethod
     def of_row(cls, rank: int, attempt: int, row: Mapping[str, Any]) -> Outcome:
@@ -366,7 +377,7 @@ class Outcome:
     def to_row(self) -> OutcomeRow:
         """Return the dictionary that `collect` reports for this replica.
 
-        An outcome that is not signed has `"unproven": True`.
+        An outcome that the run's key does not prove has `"unproven": True`.
         """
         row: OutcomeRow = {
             "rank": self.rank,

@@ -17,9 +17,9 @@ from executors.store.standstill import standstill_lines
 
 INSTALLING = "installing"
 """The state of a replica whose container installs packages."""
-WAITS_FOR_CONTROLLER = "waits for a controller"  # the note of a rank begins so if it needs `replicas watch`
+WAITS_FOR_CONTROLLER = "waits for a controller"  # the beginning of the note of a rank that needs `replicas watch`
 FAILED_EARLY = "failed before the first round"
-MAX_WHY = 2000  # of a reason, in characters
+MAX_WHY = 2000  # the longest reason, in characters
 STEPS_PER_S, TOTAL_STEPS = "steps_per_s", "total_steps"
 COLUMNS = (
     "rank",
@@ -39,12 +39,13 @@ SAME_DATA_AS = "same_data_as"  # a number that DiLoCo reports: the rank of a rep
 NO_COLUMNS = (TOTAL_STEPS, SAME_DATA_AS)
 N_MORE = 3  # columns for other reported numbers, if the user names none
 MAX_STEPS, MAX_LEFT_S = 1e15, 1e9  # larger reported values are ignored, because a script may report any number
-MAX_COLUMNS = 50  # in a notebook
+MAX_COLUMNS = 50  # the most rows of the table in a notebook
 SAME_MODEL = 2e-3
-"""Changed models whose numbers differ by less are one model: processors round a little differently."""
-MAX_WARNING = 200  # of a warning on one line, in characters
-MAX_MEMBERS = 16  # processes of failed replicas that a notebook lists
-MAX_DECIDED, MAX_LINE = 8, 1000  # number of decisions that are shown together, and characters of each
+"""The largest difference between the fingerprints of equal models, because processors round a little differently."""
+MAX_WARNING = 200  # the longest warning on one line, in characters
+MAX_MEMBERS = 16  # the most processes of failed replicas that a notebook lists
+# the largest number of decisions that are shown together, and the most characters of each
+MAX_DECIDED, MAX_LINE = 8, 1000
 HEADINGS = {"round_s": "in rounds", STEPS_PER_S: "steps/s", "note": ""}
 
 
@@ -55,7 +56,9 @@ class Progress:
     step: float
     total_steps: float
     steps_per_s: float | None
-    """As `step` grows. A replica that skips the steps that the others made without it makes these steps at once."""
+    """Steps per second. A replica that catches up by skipping the steps of the others counts these steps as made at
+    once.
+    """
 
     @classmethod
     def of(cls, reported: Mapping[str, float]) -> Progress | None:
@@ -90,11 +93,11 @@ class Installation:
     package: str
     """The package that takes longest. Empty: not known."""
     for_s: float
-    """How long it has taken so far, in seconds."""
+    """The time since the beginning of the installation, in seconds."""
     n_bytes: int | None = None
-    """How much has been downloaded. None: not known."""
+    """The number of downloaded bytes. None: not known."""
     of_bytes: int | None = None
-    """How much there is to download."""
+    """The number of bytes to download. None: not known."""
 
     def to_json(self) -> InstallationDocument:
         """Return everything as plain JSON."""
@@ -145,15 +148,15 @@ class RestartDocument(TypedDict):
     """The restarts of a replica as plain JSON."""
 
     restarts: int
-    """The number of its attempts that were decided as restarts."""
+    """The number of the replica's attempts that restart decisions started."""
     charged: int
-    """The number of restarts that count against its budget now."""
+    """The number of restarts that count against the replica's budget now."""
     left: int | None
     """The number of restarts that the budget still allows. Null: nothing restarts the replica."""
     next_at: float | None
-    """The time at which its next attempt is due, in Unix time. Null: none is due."""
+    """The time at which the next attempt is due, in Unix time. Null: none is due."""
     decision: DecisionDocument | None
-    """The decision on its end. Null: there is none."""
+    """The decision on the end of the replica's newest attempt. None: there is none. Null: there is none."""
 
 
 class InstallationDocument(TypedDict):
@@ -162,7 +165,7 @@ class InstallationDocument(TypedDict):
     package: str
     """The package that takes longest. Empty: not known."""
     for_s: float
-    """The time since its begin, in seconds."""
+    """The time since the beginning of the installation, in seconds."""
     n_bytes: int | None
     """The number of downloaded bytes. Null: not known."""
     of_bytes: int | None
@@ -198,23 +201,23 @@ class ReplicaDocument(RestartDocument):
     doing: str
     """The activity of the replica before its entrypoint runs, in a few words. Empty: none is known."""
     heartbeat_age_s: float | None
-    """The age of its last heartbeat, in seconds. Null: it has none, or has ended."""
+    """The age of the replica's last heartbeat, in seconds. Null: there is none, or the replica has ended."""
     reported: Mapping[str, float | None]
     """The numbers that the replica reported last, by name. Null: the number is not finite."""
     left_s: float | None
     """The remaining time at the current rate, in seconds. Null: not known."""
     note: str
-    """The text of the column `note`. Empty: there is nothing to say."""
+    """The text of the column `note`. Empty: there is no note."""
     installation: InstallationDocument | None
-    """The progress of an installation in its container. Null: nothing is installed, or it is not known."""
+    """The progress of an installation in the replica's container. Null: nothing is installed, or it is not known."""
     reason: Reason | None
-    """The reason of its end. Null: success, or no end yet."""
+    """The reason of the attempt's end. Null: success, or no end yet."""
     exit_code: int | None
     """The exit status of its process; minus the signal's number if a signal ended it. Null: not known."""
     n_warnings: int
     """The number of warnings of this attempt."""
     unproven: bool
-    """True: the run is signed, and its key does not prove the outcome."""
+    """True: the run is signed, and the run's key does not prove the outcome."""
     member: int | None
     """The process that failed first, of a replica that has several. Null: the replica has one, or has not failed."""
     members: Sequence[MemberDocument]
@@ -227,7 +230,7 @@ class WarningDocument(TypedDict):
     text: str
     """The warning."""
     at: float
-    """The time of the first one, in Unix time."""
+    """The time at which the warning first came, in Unix time."""
     rank: int | None
     """The rank. Null: the warning is about the whole run."""
     attempt: int | None
@@ -257,7 +260,7 @@ class StateFields(TypedDict):
     min_replicas: int | None
     """The number of successes that `--min-replicas` asks for. Null: all replicas must succeed."""
     prospects: str
-    """Whether enough replicas can still succeed, in a few words. Empty: the launch did not ask for a number."""
+    """A few words on whether enough replicas can still succeed. Empty: the launch did not set `min_replicas`."""
     joined: int
     """The number of replicas that another machine added."""
     left_s: float | None
@@ -267,7 +270,7 @@ class StateFields(TypedDict):
     warnings: Sequence[WarningDocument]
     """The first warning of each replica, and the warnings of the run as a whole."""
     restarts_by_reason: Mapping[str, int]
-    """The number of restarts, by the reason of the outcome before."""
+    """The number of restarts, by the reason of the outcome before each restart."""
     standstills: Sequence[str]
     """A line for each round that waits until a damaged object is deleted."""
     forged_outcomes: Sequence[AttemptDocument]
@@ -288,20 +291,22 @@ class RestartState:
     """The restart decisions on one replica, as of one moment, from the decision log."""
 
     restarts: int = 0
-    """How many of its attempts were decided as restarts."""
+    """The number of the replica's attempts that restart decisions started."""
     charged: int = 0
-    """How many count against its budget now."""
+    """The number of restarts that count against the replica's budget now."""
     limit: int | None = None
-    """That budget. None: nothing restarts."""
+    """The largest number of restarts that the budget allows. None: nothing restarts the replica."""
     next_at: float | None = None
-    """When its next attempt is due, in Unix time."""
+    """The Unix time at which the next attempt is due. None: none is due."""
     decision: DecisionDocument | None = None
-    """The decision on its end."""
+    """The decision on the end of the replica's newest attempt. None: there is none."""
     note: str = ""
     is_awaited: bool = False
-    """Whether another attempt is to follow the one that ended."""
+    """True if another attempt will follow the attempt that ended."""
     is_permanent: bool = False
-    """Whether it was given up, or the run stopped, because starting it again unchanged does not help."""
+    """True if the replica was given up, or the run was stopped, because another start without a change does not
+    help.
+    """
 
     def to_json(self) -> RestartDocument:
         """Return the fields for other programs, as plain JSON."""
@@ -331,16 +336,18 @@ class ReplicaState:
     attempt: int
     status: ReplicaStatus
     outcome: Outcome | None = None
-    """How it ended. If it has not ended as far as is known, why its state is not known."""
+    """The outcome of the replica. If its state is not known, the error of this outcome has the reason."""
     heartbeat_age_s: float | None = None
     reported: dict[str, Any] = field(default_factory=dict)
-    """What the replica reported last: step, loss, round, and more of its choice."""
+    """The numbers that the replica reported last: step, loss, round, and numbers of its own."""
     doing: str = ""
-    """In a few words, what it does or waits for before its entrypoint runs. They change only if that does."""
+    """The activity of the replica before its entrypoint runs, in a few words that change only with the activity. Empty:
+    none is known.
+    """
     installation: Installation | None = None
-    """How far its container is with what it installs. None: it installs nothing, or that is not known."""
+    """The progress of the installation in its container. None: nothing is installed, or the progress is not known."""
     is_readable: bool = True
-    """Whether its records tell how it is."""
+    """True if the state of the replica is known from its records."""
     restart: RestartState = field(default_factory=RestartState)
     backend: str = ""
     warned: WarningCount | None = None
@@ -348,12 +355,12 @@ class ReplicaState:
 
     @property
     def is_over(self) -> bool:
-        """True if it has ended, or its state is not known."""
+        """True if the replica has ended, or its state is not known."""
         return self.status.is_terminal or self.outcome is not None
 
     @property
     def goes_on(self) -> bool:
-        """True if its newest attempt has not ended."""
+        """True if the newest attempt of the replica has not ended."""
         return not (self.status.is_terminal or self.restart.is_awaited)
 
     @property
@@ -467,8 +474,8 @@ def alone_warning(outcomes: Sequence[Outcome]) -> str | None:
     if len(outcomes) < 2 or not all(outcome.trained_alone for outcome in outcomes):
         return None
     return (
-        f"None of the {len(outcomes)} replicas created a DiLoCo, so each trained alone. To train one model together, "
-        "put a DiLoCo beside the optimizer."
+        f"None of the {len(outcomes)} replicas created a DiLoCo, so each trained alone. "
+        "To train one model together, create a DiLoCo after the optimizer."
     )
 
 
@@ -532,9 +539,9 @@ class FoundWarning:
 
     text: str
     at: float
-    """When it came first, in Unix time."""
+    """The Unix time at which the warning first came."""
     rank: int | None = None
-    """None: it is about the whole run."""
+    """None: the warning is about the whole run."""
     attempt: int | None = None
     count: int = 1
     """How often it came."""
@@ -570,7 +577,7 @@ def fails_early(failed: Outcome | None, min_replicas: int | None, reports: Itera
 
     Args:
         failed: the outcome of the replica. None: it failed, but its outcome cannot be read.
-        min_replicas: the least number of replicas that the launch asked for. None: all.
+        min_replicas: the `min_replicas` of the launch. None: all replicas.
         reports: the names of the numbers that each replica has reported last. They are read only if they matter.
     """
     is_one = failed is None or is_failure(failed, min_replicas)
@@ -616,19 +623,21 @@ class RunStatus:
     replicas: Sequence[ReplicaState]
     """The state of each replica, in rank order."""
     joined: int = 0
-    """How many more ranks joined while it ran; only their claims are known."""
+    """The number of replicas that joined the running run by themselves. Only their claims are known."""
     min_replicas: int | None = None
-    """How many replicas are enough. None: all."""
+    """The number of replicas that must succeed. None: all."""
     decided: Sequence[DecisionLine] = ()
-    """The decisions on it so far, oldest first."""
+    """The restart decisions of the run so far, oldest first."""
     restarts_by_reason: Mapping[str, int] = field(default_factory=dict)
-    """The number of restarts so far, by the reason of the end before them."""
+    """The number of restarts so far, by the reason of the end before each restart."""
     forged: Sequence[tuple[int, int]] = ()
-    """The ranks and attempts of a signed run with an outcome without the run's key, which is not believed."""
+    """The ranks and attempts of a signed run whose outcome was recorded without the run's key. Such outcomes do not
+    count.
+    """
     forged_starts: Sequence[tuple[int, int]] = ()
-    """The ranks and attempts of a signed run with a record without the run's key that would begin the attempt."""
+    """The ranks and attempts of a signed run whose start was recorded without the run's key."""
     lacks_key: bool = False
-    """Whether the run is signed and this process does not have its key, so that no outcome is proven here."""
+    """True if the run is signed and this process does not have its key, so that this process can prove no outcome."""
     at: float = field(default_factory=time.time)
     """Unix time of the look."""
     store_url: str = ""

@@ -18,8 +18,23 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".venv-lowest"
-TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "greenlet", "safetensors", "moto")
+TOOLS = (
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "hypothesis",
+    "greenlet",
+    "safetensors",
+    "moto",
+    "jsonschema",
+    "griffelib",
+    "hydra-core",
+    "fire",
+    "torchdata",
+)
 """The packages of the tests. They are no dependencies of the product, and are as new as in `constraints.txt`."""
+UNPINNED_TOOLS = ("datasets",)
+"""Packages of the tests that need, in the version of `constraints.txt`, more than a lower bound of the product."""
 SELECTION = (
     "tests/unit",
     "tests/contract/test_stores.py",
@@ -52,11 +67,23 @@ def lower_bounds() -> dict[str, str]:
     return found
 
 
-def tool_pins() -> list[str]:
-    """Return the requirements of the tests' own packages, at the versions in `constraints.txt`."""
+def tool_requirements() -> list[str]:
+    """Return the requirements of the tests' own packages.
+
+    Each has the extras of the extra `dev`, and the version in `constraints.txt`. The packages of `UNPINNED_TOOLS` have
+    the bound of the extra `dev` instead.
+    """
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
-    pins: dict[str, str] = {canonicalize_name(line.partition("==")[0]): line for line in lines}
-    return [pins[name] for name in TOOLS]
+    pins: dict[str, str] = {canonicalize_name(line.partition("==")[0]): line.partition("==")[2] for line in lines}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    dev: dict[str, Requirement] = {
+        canonicalize_name(each.name): each for each in map(Requirement, project["optional-dependencies"]["dev"])
+    }
+    found = []
+    for name in TOOLS:
+        extras = ",".join(sorted(dev[name].extras))
+        found.append(f"{name}{f'[{extras}]' if extras else ''}=={pins[name]}")
+    return [*found, *(str(dev[name]) for name in UNPINNED_TOOLS)]
 
 
 def main(arguments: list[str]) -> int:
@@ -79,7 +106,7 @@ def main(arguments: list[str]) -> int:
         "--constraint",
         str(constraints),
     ]
-    subprocess.run([*install, "--editable", ".[all]", *tool_pins()], cwd=ROOT, check=True)
+    subprocess.run([*install, "--editable", ".[all]", *tool_requirements()], cwd=ROOT, check=True)
     ignored = [word for name in IGNORED for word in ("-W", f"ignore::{name}")]
     selection = arguments or [*SELECTION, "-m", "not slow and not live and not slurm", "-n", "2", "--dist", "loadfile"]
     command = [python, "-m", "pytest", "-p", "no:cacheprovider", *ignored, *selection]

@@ -1,4 +1,4 @@
-"""The protocol by which replicas train one model through a store. It knows no torch.
+"""The protocol by which replicas train one model through a store. It does not import torch.
 
 Read `training_side.py` first, then `round_runner.py`. Data enters as `PendingWork`: the training thread copies its live
 work and hands it to the round runner. It leaves as `RoundResult`, which the training thread merges, and as objects in

@@ -93,7 +93,7 @@ class WorkScale:
     def _early_weight(self, entry: int, fragment: int) -> float:
         """Return the weight of work with fewer steps than a phase.
 
-        0: there is no work, or its number of steps is not known.
+        The weight is 0 if there is no work, or if its number of steps is not known.
         """
         steps = self._phase.uncounted_steps[fragment]
         if not steps or self._phase.has_restored_work[fragment]:
@@ -108,7 +108,7 @@ class WorkScale:
 def check_weight(weight: float | Callable[[], float], rank: int, entry: int, *, may_be_zero: bool = False) -> float:
     """Return the weight of a contribution, and call `weight` if it is a function.
 
-    A scalar of torch or numpy is a number, too: users often count tokens in one.
+    A scalar of torch or numpy also counts as a number, because users often count tokens in one.
 
     Args:
         weight: a number, or a callable without parameters that returns one.
@@ -250,7 +250,7 @@ class ContributionSender:
         if self._seals.is_sealed(entry.index):
             return
         pauses = self._context.pauses()
-        is_there = pending.is_early and self._is_there(entry)  # an earlier attempt may have sent it
+        is_there = pending.is_early and self._is_there(entry)  # an earlier attempt may have sent the contribution
         while not is_there:
             send_contribution(self._context, entry, pending, waited_s)
             is_there = self._is_there(entry)
@@ -363,7 +363,7 @@ class StepAccount:
         return verdict, member is not None and is_early
 
     def resolve_work(self, entry: EntryState, verdict: Verdict, *, is_partly: bool) -> None:
-        """Note which steps an entry has counted or dropped, and where uncounted work begins from now on.
+        """Record which steps an entry has counted or dropped, and the entry at which the uncounted work now begins.
 
         Args:
             entry: the entry.
@@ -407,7 +407,8 @@ class StepAccount:
         return fragment if verdicts[fragment] is Verdict.COUNTED else None
 
     def give_up_old(self, verdicts: list[Verdict | None], progress: Any, position: int) -> list[Verdict | None]:
-        """Drop restored work that has waited for the allowed number of rounds, and return the new verdicts.
+        """Drop restored work that has waited for the allowed number of rounds, and return the verdicts with these
+        drops.
 
         Otherwise the restored work would be dropped later, together with the work that this process adds to it.
 

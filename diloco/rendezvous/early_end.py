@@ -52,7 +52,7 @@ class EarlyEnd:
             proof: checks the signature or the checksum.
 
         Raises:
-            BadRecordError: these bytes are not the record of an early end.
+            BadRecordError: the bytes are not the record of an early end.
         """
         fields, _, _ = unframe(data, key, proof)
         with reading("early end of a run"):

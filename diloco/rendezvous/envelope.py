@@ -104,7 +104,7 @@ def padded(head: bytes, size: int) -> bytes:
     """Return the head with zeros up to a size in bytes.
 
     Raises:
-        ValueError: the head is longer than the size. Only a nonce of absurd length can cause that.
+        ValueError: the head is longer than the size. Only an extremely long nonce can cause that.
     """
     if len(head) > size:
         raise ValueError(f"A head of {len(head)} bytes does not fit into {size}.")
@@ -250,8 +250,8 @@ def check_run_key(key: Any) -> None:
     """Check the argument `key` of a DiLoCo. No message shows the key, because it is a secret.
 
     Raises:
-        TypeError: it is neither None nor bytes.
-        ValueError: it is too short.
+        TypeError: the key is neither None nor bytes.
+        ValueError: the key is too short.
     """
     if key is not None and not isinstance(key, bytes):
         raise TypeError(f"key must be bytes, such as secrets.token_bytes(32), got {kind_of(key)}.")

@@ -42,7 +42,7 @@ class Extension:
         orders: the replica of this process. None: this process is not a replica of the run, and gets no orders.
         plan: the plan of the DiLoCo, which is changed.
         unit: the name of the argument with the total: `total_steps` or `total_rounds`.
-        per_total: the number of steps of the plan for each 1 of that total.
+        per_total: the number of steps of the plan for each unit of that total.
         is_trainers: True while a trainer runs the loop, which ends after its own number of steps. An order then has no
             effect.
 
@@ -63,7 +63,7 @@ class Extension:
         self.refused = ""
         """The reason why the newest order has no effect in this replica.
 
-        Empty: it has an effect, or there is no order.
+        Empty: the newest order has an effect, or there is no order.
         """
 
     @property
@@ -73,7 +73,8 @@ class Extension:
         return None if not self._plan.earlier or total is None else total // self._per_total
 
     def look(self, find_total: Callable[[], int | None]) -> bool:
-        """Read the orders, and return True if the plan has become longer. A line on stderr then names the new total.
+        """Read the orders, and return True if the plan has become longer. In that case, a line on stderr names the new
+        total.
 
         An order that has no effect in this replica causes a warning, which becomes an event of the run.
 
@@ -185,7 +186,8 @@ def check_extension(store: Store, run_id: str, key: bytes | None, asked: Mapping
             if log.start is not None:
                 found[name] = log.agreed
                 ended_by[name] = log.plan().ended_by
-        except (BadRecordError, CorruptObjectError):  # this process may not have the key, so the replicas must decide
+        # this process may not have the run's key, so the replicas must decide
+        except (BadRecordError, CorruptObjectError):
             return
     if not found:
         raise ValueError(f"Run {run_id!r} has nothing to extend: its replicas have not begun, or train without DiLoCo.")

@@ -21,7 +21,7 @@ from diloco.rendezvous.envelope import BadRecordError, Buffer, Proof, aligned, f
 READ_TRIES = 3
 """The number of wrong readings after which an object counts as damaged.
 
-A single wrong reading may be an error of the transfer.
+A single wrong reading may be an error of the transfer, and not of the object.
 """
 MAX_RANK = 1_000_000
 MAX_ATTEMPT = 1_000_000
@@ -223,7 +223,7 @@ class Seal:
     def owners(self) -> list[int]:
         """The ranks that compute the mean: the replicas in phase, because they wait for it.
 
-        If none waits, all replicas.
+        If no replica is in phase, all replicas compute the mean.
         """
         return [rank for rank, replica in self.replicas.items() if replica.in_phase] or list(self.replicas)
 

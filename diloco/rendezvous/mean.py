@@ -222,7 +222,8 @@ class Reducer:
         return self._with_inputs(entry, seal, shard, reduce)
 
     def _stream(self, entry: EntryState, seal: Seal, shard: int) -> MeanHead | None:
-        """Compute a shard block by block into the store, and return its head. None: the shard existed already.
+        """Compute a shard block by block into the store, and return its head. None: another replica had already created
+        the shard.
 
         Raises:
             InputGoneError: an input was deleted.
@@ -302,7 +303,8 @@ class Reducer:
             raise BadInputError(rank, "has a head of another payload")
         key = self._keys.contribution(entry.index, rank)
         start = entry.layout.head_bytes + part.start
-        data = self._store.peek(key, start=start, size=part.size_bytes, is_copied=True)  # the reduction copies it
+        # the reduction copies the memory
+        data = self._store.peek(key, start=start, size=part.size_bytes, is_copied=True)
         if data is None:
             raise InputGoneError
         if len(data) != part.size_bytes:

@@ -102,7 +102,8 @@ def claim(
     if joins:
         added.look()
     while True:
-        if rank in added.ranks:  # only a joining process needs them: it must not take a rank that the user has added
+        # only a joining process needs the added ranks, because it must not take a rank that the user has added
+        if rank in added.ranks:
             rank += 1
             continue
         key, plain = keys.claim(rank, attempt), keys.plain_claim(rank, attempt)
@@ -153,7 +154,7 @@ class KnownAddedRanks:
         self._n_read = self._n_misread = 0
 
     def look(self) -> None:
-        """Read the records that are new. A record that cannot be read adds no rank."""
+        """Read the new records of added ranks. A record that cannot be read adds no rank."""
         while len(self.ranks) < MAX_ADDED and self._n_read < MAX_ADDED:
             key = self._keys.added(self._n_read)
             data = self._store.peek(key, size=MAX_RECORD_BYTES)
@@ -169,7 +170,7 @@ class KnownAddedRanks:
 
 
 def _owner(claimed: memoryview | None, plain: str, run_key: bytes | None) -> str | None:
-    """Return the nonce in a claim. None: there is no claim, or it could not be read or proven this time."""
+    """Return the nonce in a claim. None: there is no claim, or this reading of it failed or was not proven."""
     if run_key is not None and claimed is not None and not is_proven(claimed, plain, run_key):
         return None
     try:
@@ -236,7 +237,8 @@ class ProcessRecord:
 
 
 def claim_process(store: RetryingStore, keys: Keys, me: Identity, proof: Proof, pause: Callable[[], None]) -> None:
-    """Record that this process takes part in a rendezvous for its replica. Do nothing if it did so before.
+    """Record that this process takes part in a rendezvous for its replica. Do nothing if the record exists from this
+    process.
 
     The processes of one replica share its rank and its nonce. If two of them took part, the other replicas would treat
     them as one, and the work of one of them would be lost without a message.
@@ -539,7 +541,7 @@ class Membership:
             raise AbortedError.from_record(self._keys.run_id, bytes(data))
 
     def check_run(self) -> None:
-        """Check that the run was not deleted. Otherwise this replica would write new objects into the deleted run.
+        """Check that the run was not deleted, because this replica must not write new objects into a deleted run.
 
         A stale answer or a failing store does not end the replica: three looks in a row must find nothing.
 
@@ -658,7 +660,7 @@ class RunLocation:
                 f"This replica has closed a DiLoCo named {keys.name!r} already, and a second one of this name would "
                 "continue its training. Give each training its own name: DiLoCo(model, name=…)."
             )
-        if is_own:  # otherwise this process has the claim already
+        if is_own:  # otherwise this process already has the claim
             claim_process(store, keys, me, proof, lambda: sleep(0.01))
         return me
 

@@ -233,7 +233,7 @@ class Phase:
         self.looked_step = 0
         """The number of steps that this process had made at the time `unsealed_s`."""
         self.ahead_from_s = 0.0
-        """The time from which this replica may be ahead of the others. It is about the time `unsealed_s`."""
+        """The time from which this replica may be ahead of the others. This value belongs to the time `unsealed_s`."""
         self._plan = plan
         self._clock = clock
         self._steps = 0
@@ -266,7 +266,7 @@ class Phase:
         """
         end, plan = self._end, self._plan
         if self.is_over or (end is not None and self.base_step >= end):
-            return self.base_step + self.steps_since  # beyond the plan, no round limits the count
+            return self.base_step + self.steps_since  # after the end of the plan, no round limits the count
         most = plan.steps_per_entry * (2 if plan.overlap_steps is None and plan.entry_s is None else 1)
         return _capped(self.base_step + min(self.steps_since, most), end)
 

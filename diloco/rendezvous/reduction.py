@@ -35,7 +35,7 @@ class ShardInput:
 class BadInputError(Exception):
     """An input does not match its digests, is malformed, or is not finite.
 
-    Read it again, or compute the mean without it.
+    The caller reads the input again, or computes the mean without it.
 
     Args:
         rank: the rank of the contribution.

@@ -49,7 +49,7 @@ class RestoredWork:
     progress: Any
     """The live work of the earlier attempt: its distance from the anchor."""
     uncounted_since: Sequence[int]
-    """For each fragment, the entry at which that work began."""
+    """The entry at which the live work of each fragment began."""
 
 
 class SnapshotReader:
@@ -72,7 +72,7 @@ class SnapshotReader:
         self._may_offer = may_offer
         """False once a snapshot was loaded.
 
-        Then this process must not store a first anchor, because its state is no longer its own model.
+        After that, this process must not store a first anchor, because its state is no longer its own model.
         """
         self._start: SnapshotPointer | None = None
         """The pointer of the first snapshot, once its agreement was found to fit this replica."""
@@ -193,7 +193,8 @@ class SnapshotReader:
         return self._start is not None and self._start.nonce == self._me.nonce
 
     def _find_start(self) -> bool:
-        """Read the first snapshot's pointer, and compare the agreements, once. Return False if it cannot be read yet.
+        """Read the pointer of the first snapshot, and compare its agreement with the agreement of this replica, once.
+        Return False if it cannot be read yet.
 
         A damaged agreement does not end a run whose other snapshots are good. The digests of a snapshot also show
         whether it fits.
@@ -217,8 +218,7 @@ class SnapshotReader:
         return self._start is not None or self._store.count_misreads(self._keys.snapshot(0)) >= AGREEMENT_TRIES
 
     def _check_key(self, *, is_alone: bool) -> None:
-        """If the agreement cannot be read, find out whether the reason is that this replica does not have the run's
-        key.
+        """If the agreement cannot be read, find out whether a missing run key of this replica is the reason.
 
         The agreement may also be damaged, or another writer may have overwritten it.
 
@@ -315,7 +315,7 @@ class LogReplayer:
             restored: the work of an earlier attempt of this rank. Work that no seal has counted since is kept.
         """
         entry = self._reader.load(-1)
-        assert entry is not None  # this call waits until there is a snapshot
+        assert entry is not None  # with -1, the call waits until there is a snapshot
         self.position = entry
         self._account.begin_at(entry)
         if restored is None:

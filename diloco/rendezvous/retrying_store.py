@@ -31,8 +31,8 @@ R = TypeVar("R")
 FAILURES = 3
 """The number of calls of one kind that must have failed in a row before their error is raised.
 
-This number is needed because a round may take longer than the tolerance and deletes only once. One failed deletion must
-not end it.
+A round may take longer than the tolerance, and deletes only once. Without this number, one failed deletion could end
+the round.
 """
 WAITED_FOR = {
     "get": "the store to read of a round",
@@ -166,7 +166,7 @@ class RetryingStore:
         return 0 if found is None else found.n
 
     def is_damaged(self, key: str, for_s: float) -> bool:
-        """Return True if the readings of an object gave the same wrong bytes for a number of seconds."""
+        """Return True if all readings of an object in the last seconds gave the same wrong bytes."""
         found = self._bad.get(key)
         return found is not None and found.n >= READ_TRIES and found.last_s - found.since_s >= for_s
 
@@ -236,7 +236,7 @@ class RetryingStore:
             return []
 
     def for_thread(self) -> RetryingStore:
-        """Return another `RetryingStore` for the same store, with its own counts, for use in another thread."""
+        """Return another `RetryingStore` for the same store, with counts of its own, for use in another thread."""
         return RetryingStore(
             self.store, clock=self._clock, tolerance=self._tolerance, waits=self._waits, copies=self._copies
         )
@@ -266,7 +266,7 @@ class RetryingStore:
 
 
 def size_of(data: Data) -> int:
-    """Return the number of bytes of a buffer or of a sequence of them."""
+    """Return the number of bytes of a buffer, or of a sequence of buffers."""
     if isinstance(data, Buffer):
         return len(memoryview(data).cast("B"))
     return sum(len(memoryview(part).cast("B")) for part in data)
@@ -330,7 +330,7 @@ class ParallelMap:
         return self._pool
 
     def close(self) -> None:
-        """Start no more calls. Calls that are running end normally."""
+        """Start no more calls. Calls that are already running end normally."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None

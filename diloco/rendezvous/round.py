@@ -34,13 +34,14 @@ MOST_PAUSE_S = 1.0
 ASK_AGAIN_S, ANSWERS_PER_QUESTION = 0.1, 20
 """The shortest time, in seconds, between two questions which peers have left.
 
-Each costs three requests, and peers rarely leave.
+Each of these questions costs three requests, and peers rarely leave.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The time limits of a rendezvous, and the sizes at which it changes its method. Any values are safe.
+    """The time limits of a rendezvous, and the sizes at which it changes its method. The protocol is correct for any
+    values.
 
     Example:
         Limits(grace_s=10.0)
@@ -51,7 +52,7 @@ class Limits:
     round_timeout_s: float = ROUND.seconds
     """Seconds after which a round without a decision ends the replica with an error."""
     takeover_after_s: float = 5.0
-    """Seconds after which a replica does the work of another one that has not done it."""
+    """Seconds after which a replica does the work of another replica that has not done that work."""
     abort_check_s: float = 1.0
     """The shortest time, in seconds, between two looks for an abort."""
     small_bytes: int = 4 << 20
@@ -233,7 +234,7 @@ class Context:
         proof: signs records, or adds checksums.
         wait: waits between two looks at the store. It may raise an error that ends the rounds.
         in_background: True if rounds run in a thread of their own while training continues.
-        origin: the run whose newest whole snapshot this run begins from. None: no run.
+        origin: the run whose newest complete snapshot is the beginning of this run. None: there is no such run.
         first_state: returns the anchor and the outer state that this run begins with. None: it begins with the model
             of a replica.
         limits: time limits, and the sizes of blocks and of small entries.
@@ -331,7 +332,7 @@ class ResolvedSteps:
 
     fragment: int
     steps: int | None
-    """The number of such steps. None: all steps in the live work."""
+    """The number of steps that a seal has counted or that were dropped. None: all steps in the live work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +350,7 @@ class RoundResult:
     looked_step: int
     """The number of steps of this process at the last look that found no seal.
 
-    Used if this replica did not wait for the others.
+    The number is used if this replica did not wait for the others.
     """
     looked_s: float
     """The time of the last look that found no seal."""
@@ -382,7 +383,7 @@ class EntryState:
     published: bool = False
     """True if a contribution of this rank is in the store."""
     published_s: float | None = None
-    """The time at which this replica first knew of that contribution."""
+    """The time at which this replica first knew of its contribution in the store."""
     pending: PendingWork | None = None
     """The work that the training thread has handed over for the entry."""
     is_foreign: bool = False
@@ -396,7 +397,9 @@ class EntryState:
     grace_from_s: float | None = None
     """The time at which the grace begins. None: no expected process is known to wait."""
     overwritten: set[int] = field(default_factory=set)
-    """Shards whose mean has overwritten the kept payload. This replica's input must then be read from the store."""
+    """Shards whose mean has overwritten the payload in memory. The input of this replica for these shards must be read
+    from the store.
+    """
     seen: dict[int, tuple[Contribution, str]] = field(default_factory=dict)
     """The heads of contributions and their digests, by rank."""
     payloads: dict[int, memoryview] = field(default_factory=dict)
@@ -414,9 +417,9 @@ class EntryState:
     blocked: str | None = None
     """The key of an object that the mean needs and that was missing or damaged at the last look. None: no object."""
     ask_s: float = 0.0
-    """The time of the next question which owners of shards have left."""
+    """The time of the next check which owners of shards have left."""
     turn_s: float = 0.0
-    """The time of the next question whether it is the turn of this replica to look for contributions."""
+    """The time of the next check whether it is the turn of this replica to look for contributions."""
     looks: int = 0
     """The number of looks of this replica for contributions."""
     move_s: float = 0.0
@@ -484,7 +487,8 @@ class RoundReport:
         norm: Euclidean norm of this replica's pseudo-gradient. None: this replica sent no work.
         mean_norm: Euclidean norm of the mean. None: no replica sent any work.
         ended: Time of the outer step, by the clock `time.monotonic` of this process.
-        late_s: Time for which training was held up. Less than the round took if rounds run in the background.
+        late_s: Time for which training waited. It is less than the duration of the round if rounds run in the
+            background.
         busy_s: Time that the round took, also while training continued.
         stale_steps: Inner steps between sending the work and applying the mean.
         wire_error: Part of this replica's work that was not sent: |work - sent| / |work|. It is part of later

@@ -39,7 +39,7 @@ class RoundRunner:
 
     Args:
         context: the services of the rendezvous.
-        merge_ready: takes the result of a job, for the training thread to merge.
+        merge_ready: is called with the result of each job, which the training thread then merges.
 
     Example:
         runner = RoundRunner(context, merge_ready=results.append)
@@ -151,7 +151,7 @@ class RoundRunner:
             has_met: True if all inner steps of the phase are made. A replica that begins has no steps to make, so it
                 passes True.
             n_merged: the number of results that the training thread had merged when it queued the job. If there is a
-                newer result by now, the job does nothing. None: apply in any case.
+                newer result by now, the job does nothing. None: the job applies the entries in any case.
         """
         if n_merged is not None and n_merged != self.n_results:
             return False
@@ -199,7 +199,8 @@ class RoundRunner:
         return self.entry
 
     def _wait_for_mean(self) -> tuple[EntryState, Seal, Sequence[memoryview]] | None:
-        """Wait until the open entry is sealed and its mean exists, and help with both.
+        """Wait until the open entry is sealed and its mean exists. This replica also creates the seal and its shards of
+        the mean when it is its turn.
 
         Returns:
             The entry, its seal and its mean. None if a newer snapshot was loaded instead, so that the entry was passed.
@@ -217,7 +218,7 @@ class RoundRunner:
                 sealing = self.sealer.try_seal(entry, self.reducer.takeover_after_s)
                 if sealing is SealingResult.OUTVOTED:
                     self.replayer.reload()
-                # another replica may have created the seal first, so read the stored one
+                # another replica may have created the seal first, so the stored seal is read
                 if sealing is not SealingResult.OPEN:
                     seal = self.seals.seal(entry.index)
             if seal is not None and self.position == entry.index:
@@ -241,7 +242,7 @@ class RoundRunner:
                 self.sender.handle_forgeries(entry, seal, self._waited_s)
             self.sealer.check_time(entry)
             paused = clock()
-            pause_s = max(next(pauses), min(self._store.answer_s, MOST_PAUSE_S))  # ask a slow store less often
+            pause_s = max(next(pauses), min(self._store.answer_s, MOST_PAUSE_S))  # a slow store is asked less often
             if seal is not None:
                 awaited = [self._keys.mean(entry.index, 0)]
             else:
@@ -271,7 +272,9 @@ class RoundRunner:
     def _apply(self, entry: EntryState, seal: Seal, mean: Sequence[memoryview]) -> RoundReport:
         """Step the anchor by the mean of the open entry, and move on to the next entry."""
         context = self._context
-        if seal.stops:  # this call may end the plan here, and the outer step of a last round is a plain average
+        # This call comes before the outer step. It may end the plan at this entry, and the outer step of a last round
+        # is a plain average.
+        if seal.stops:
             apply_sealed_end(seal, entry.index, context.plan, self._store, self._keys, context.proof)
         verdict, is_partly = self.account.verdict(entry, seal)
         began = context.clock()
@@ -419,7 +422,7 @@ class SealPoll:
 
     def __init__(self, context: Context) -> None:
         self.is_on = False
-        """True if work was sent out of phase, and there is no result since."""
+        """True if work was sent out of phase, and no result has come since."""
         self._context = context
         self._phase = context.phase
         self._asked: tuple[float, int, Future[tuple[bool, bool]]] | None = None

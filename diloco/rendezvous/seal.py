@@ -29,12 +29,12 @@ LOOKS_PER_FRONTIER = 8
 GRACE_SPREADS, LEAST_GRACE, LEARNING_ROUNDS = 4.0, 0.25, 3
 """The grace is four times the usual spread of arrivals, and at least a quarter of `grace_s`.
 
-In the first rounds the spread is not known yet, so the grace is all of `grace_s`.
+In the first rounds the spread is not known yet, so the grace is the whole `grace_s`.
 """
 LEAST_GRACE_PHASES, GRACE_PHASES = 0.1, 0.05
 """The grace is at least a twentieth of a phase, because long phases differ more: 1 % of half an hour is 18 s.
 
-A grace that is computed from the spread of arrivals is at least a tenth of a phase, but not more than `grace_s`.
+A grace that is computed from the spread of arrivals is at least a tenth of a phase, and at most `grace_s`.
 """
 ANSWERS_PER_LOOK = 20
 """A replica reads a new seal after a pause of up to a quarter of `grace_s`, and after about this number of requests."""
@@ -56,7 +56,7 @@ class SealLog:
         """The entry and the seal that were read last. A seal never changes."""
 
     def seal(self, entry: int) -> Seal | None:
-        """Return the seal of an entry. None: there is none, or it could not be read this time."""
+        """Return the seal of an entry. None: there is none, or this reading of it failed."""
         if self._newest is not None and self._newest[0] == entry:
             return self._newest[1]
         context, key = self._context, self._context.keys.seal(entry)
@@ -80,7 +80,7 @@ class SealLog:
         return seal
 
     def is_sealed(self, entry: int) -> bool:
-        """Return True if the entry has a seal, even if it could not be read this time."""
+        """Return True if the entry has a seal, even if this reading of it failed."""
         return self.seal(entry) is not None or self.misread(entry) > 0
 
     def misread(self, entry: int) -> int:
@@ -116,8 +116,8 @@ class SealLog:
         return Verdict.COUNTED if member.nonce == me.nonce else Verdict.DROPPED
 
     def verdicts(self, first: int, end: int) -> list[Verdict | None]:
-        """Return the decision of passed entries about this process's work, by fragment. None: no entry of it was
-        passed.
+        """Return the decision of passed entries about this process's work, by fragment. None: no entry of the fragment
+        was passed.
 
         Args:
             first: the first of the passed entries.
@@ -176,7 +176,8 @@ class Sealer:
                 turn.
 
         Returns:
-            `SealingResult.OUTVOTED` at most once for an entry: the caller then takes the state from the log again.
+            The result of the try. It is `SealingResult.OUTVOTED` at most once for an entry. The caller then loads the
+            state from the log again.
         """
         now = self._context.clock()
         if entry.began_s is not None and now - entry.began_s < min(takeover_after_s, self._most_grace_s / 2):
@@ -262,7 +263,7 @@ class Sealer:
 
         The expected processes may be in the middle of a phase, and a replica that contributes early must not decide
         alone. The length of a phase comes from the newest seal. It counts for at most half of `round_timeout_s`, unless
-        a phase of this replica takes that long, too.
+        a phase of this replica takes as long.
         """
         most_s = 2 * self._phase_s + self._most_grace_s
         if not self._phase.has_trained:
@@ -324,7 +325,8 @@ class Sealer:
     def is_late(self, entry: EntryState) -> bool:
         """Return True if an entry has taken longer than `round_timeout_s`."""
         since_s = entry.started_s
-        if entry.published_s is not None and not self._members.names_me:  # the others may be in the middle of a phase
+        # the other replicas may be in the middle of a phase
+        if entry.published_s is not None and not self._members.names_me:
             since_s = max(since_s, entry.published_s + self.unobserved_wait_s)
         return self._context.clock() - since_s > self._limits.round_timeout_s
 
@@ -462,7 +464,7 @@ class Sealer:
         return True
 
     def _small_mean(self, entry: EntryState, good: set[int], clipped: set[int]) -> memoryview | None:
-        """Return the mean of small contributions. None: one of them is bad, and is now marked as bad.
+        """Return the mean of small contributions. None: a contribution is bad, and is now marked as bad.
 
         Args:
             good: the ranks of the contributions.

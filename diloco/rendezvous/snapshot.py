@@ -60,7 +60,7 @@ class SnapshotPointer:
     agreement: Agreement
     """The agreement of the run in `snapshot/0`. Empty in all other pointers."""
     first: int = 0
-    """In `snapshot/0`: the first entry of this log. The entries before it belong to another run."""
+    """The first entry of this log, in `snapshot/0`. The entries before it belong to another run."""
 
     def data(self, key: str, proof: Proof) -> bytes:
         """Return the pointer as bytes for the store.
@@ -91,7 +91,7 @@ class SnapshotPointer:
                 tuple(shape)
             if not all(isinstance(mark, float) for mark in typed(dict, agreement.get("frozen", {})).values()):
                 raise TypeError("frozen")
-            # errors show the agreement beside the arguments of this replica
+            # error messages show the agreement together with the arguments of this replica
             given = typed(dict, agreement.get("given", {}))
             if not all(isinstance(value, str | int | float | None) for value in given.values()):
                 raise TypeError("given")
@@ -170,7 +170,7 @@ def encode_part(arrays: Arrays) -> list[Buffer]:
         buffers.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         at += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)  # the format pads with spaces
+    text = text.ljust(-(-len(text) // 8) * 8)  # the format pads the header with spaces
     return [len(text).to_bytes(8, "little") + text, *buffers]
 
 
@@ -192,7 +192,8 @@ def decode_part(data: memoryview) -> dict[str, Array]:
                 continue
             start, dtype, shape = about["data_offsets"][0], DTYPES[about["dtype"]], about["shape"]
             if start < 0 or any(length < 0 for length in shape):
-                raise ValueError(f"{name!r} has a negative length or offset")  # numpy would read to the end of the data
+                # with a negative length, numpy would read to the end of the data
+                raise ValueError(f"{name!r} has a negative length or offset")
             values: Array = np.frombuffer(data, dtype, count=prod(shape), offset=header_end + start)
             arrays[name] = values.reshape(shape)
         return arrays
@@ -354,7 +355,7 @@ def collect_garbage(store: RetryingStore, keys: Keys, newest: int, snapshot_ever
 
 
 def _pointer(store: RetryingStore, keys: Keys, entry: int, proof: Proof) -> SnapshotPointer | None:
-    """Return the pointer of a snapshot. None: there is none, or it could not be read this time."""
+    """Return the pointer of a snapshot. None: there is none, or this reading of it failed."""
     key = keys.snapshot(entry)
     data = store.peek(key)
     with suppress(BadRecordError):

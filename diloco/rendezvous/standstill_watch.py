@@ -29,8 +29,8 @@ class StandstillWatch:
     Args:
         store: the store of the run.
         keys: the keys of the rendezvous.
-        me: the process that waits.
-        members: the replicas that take part.
+        me: the identity of the replica that waits.
+        members: finds out which replicas take part.
         report: called with the standstill when it begins, and with None when it has ended.
         clock: returns seconds.
         after_s: the wait in seconds before a report.

@@ -90,10 +90,10 @@ class StoredAgreement:
     """
 
     tensors: dict[str, tuple[tuple[int, ...], str, int]]
-    """For each tensor, by name: its shape, its dtype in the live model, and its fragment."""
+    """The shape, the dtype in the live model, and the fragment of each tensor, by its name."""
     n_fragments: int
     stepped: tuple[int, ...]
-    """For each fragment, the number of elements that the outer optimizer steps.
+    """The number of elements of each fragment that the outer optimizer steps.
 
     The other elements are averaged buffers.
     """
@@ -110,7 +110,7 @@ class StoredAgreement:
     total_steps: int | None
     """The total with which the run began: steps, or rounds of a fragment if rounds go by the clock.
 
-    None: it had no total.
+    None: the run had no total.
     """
     outer_optimizer: str | None
     """The name of the user's own outer optimizer. None: the run has the built-in one."""
@@ -124,7 +124,7 @@ class StoredAgreement:
             agreement: the JSON object.
 
         Raises:
-            BadRecordError: it is not an agreement, or a value is out of its range.
+            BadRecordError: the object is not an agreement, or a value is out of its range.
         """
         with reading("agreement of a run"):
             found = {name: typed(list, about) for name, about in typed(dict, agreement["tensors"]).items()}

@@ -53,7 +53,9 @@ class Scheduler(Protocol):
         """
 
     def check(self) -> bool:
-        """Return True if no job has failed. If one has, raise its error the first time, and return False after that."""
+        """Return True if no job has failed. If a job has failed, the first call raises its error, and later calls
+        return False.
+        """
 
     def until(self, done: Callable[[], bool]) -> None:
         """Wait until a condition is true. Raise the first error of a job.
@@ -101,7 +103,7 @@ class Inline:
         return True
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Return at once, because every job is done."""
+        """Return at once, because every job has ended."""
         assert done()
 
     def notify(self) -> None:
@@ -234,7 +236,7 @@ class TrainingSide:
                 self._finish()
             reports = self.stop()
             if in_order:
-                self._scheduler.check()  # a job may have failed after the last result
+                self._scheduler.check()  # raises the error of a job that failed after the last result
             return reports
         finally:
             if says_bye:
@@ -435,9 +437,9 @@ class TrainingSide:
         """Copy the live work of the open entry's fragment, so that it can be sent while training continues.
 
         Args:
-            is_early: True if the phase is not over. The weight then follows from the steps that were made.
+            is_early: True if the phase has steps left. The weight then follows from the steps that were made.
         """
-        self._scheduler.check()  # a failed runner never gives the memory of held work back, so hold no more work
+        self._scheduler.check()  # a failed runner never returns the memory of held work, so no more work is held
         pending = self.scale.weigh(self.position, is_early=is_early)
         self._training.hold(self.position % self._n_fragments, is_early=is_early)
         self.phase.note_held()

@@ -41,7 +41,9 @@ class Verdict(StrEnum):
     KEPT = "kept"
     """The seal does not name this rank. The next contribution contains the work."""
     DROPPED = "dropped"
-    """The seal names another process of this rank, which may have sent the same work. So this process drops its own."""
+    """The seal names another process of this rank, which may have sent the same work. So this process drops its own
+    work.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,7 @@ class TrainingState(Protocol):
             entry: the entry.
             mean: the encoded mean in consecutive ranges of whole blocks. Empty: there is no mean, and the anchor stays.
             verdict: the decision of the entry about the work of this replica.
-            packed: the encoded work that was sent. None: none was sent.
+            packed: the encoded work that was sent. None: no work was sent.
             partly: True if the verdict concerns only the held work, so that later work stays.
         """
 
@@ -186,10 +188,10 @@ class TrainingState(Protocol):
         """
 
     def prepare_merge(self) -> None:
-        """Copy the values that `merge` needs to the device of the live parameters. Call it when they are complete."""
+        """Copy the values for `merge` to the device of the live parameters. Call it when these values are complete."""
 
     def anchors_now(self) -> Any:
-        """Return a copy of the anchors, for `follow`."""
+        """Return a copy of the anchors, as the method `follow` takes it."""
 
     def follow(self, anchors: Any, verdicts: Sequence[Verdict | None], *, partly: int | None) -> None:
         """Move the live work and the held work from earlier anchors to the current ones, after a state was loaded.
@@ -243,7 +245,7 @@ def check_agreement(mine: Agreement, agreed: Agreement, *, run_id: str, author: 
         rank: the rank of this replica.
 
     Raises:
-        ContributionError: names the first tensor that differs, or all arguments that do, with both values.
+        ContributionError: names the first tensor that differs, or all arguments that differ, with both values.
     """
     prefix = f"Rank {rank} does not fit run {run_id!r}"
     if difference := _tensor_difference(mine["tensors"], agreed.get("tensors", {})):
@@ -259,7 +261,7 @@ def _settings_difference(derived: list[str], mine: Agreement, agreed: Agreement,
     Args:
         derived: the names of the settings that differ.
     """
-    # a trainer subtracts the step at which it began from its total, so the numbers of steps differ, too
+    # a trainer subtracts the step at which it began from its total, so the numbers of steps also differ
     if "begun_at" in derived:
         there, here = (agreement.get("begun_at", 0) for agreement in (agreed, mine))
         return (
@@ -280,7 +282,7 @@ def _settings_difference(derived: list[str], mine: Agreement, agreed: Agreement,
         names.remove("snapshot_every")  # a trainer derives this argument from the total, so the user did not give it
     if not names:
         names, ours, theirs = derived, {**mine}, {**agreed}
-    now = f"rank {rank} has" if rank != author else "it now has"  # after a resume
+    now = f"rank {rank} has" if rank != author else "it now has"  # the replica was resumed with other arguments
     difference = f"rank {author} began it with {_values(names, theirs)}, and {now} {_values(names, ours)}."
     if rank != author and names == ["total_steps"] and _are_close(ours.get("total_steps"), theirs.get("total_steps")):
         return (

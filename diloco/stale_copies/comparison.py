@@ -32,19 +32,19 @@ from diloco.tensor_names import by_clean_name, find_tensor
 MOST_TENSORS = 6
 """Number of parameters that are compared after one merge.
 
-The next merge compares the next ones. 6 take about 40 microseconds.
+The next merge compares the next parameters. 6 parameters take about 40 microseconds.
 """
 CLEARED = 3
 """Number of suspicions that the test refuted, after which an optimizer is trusted."""
 MOST_SEARCHES = 10
-"""Number of searches for copies, after which an optimizer without copies is trusted. Each takes milliseconds."""
+"""Number of searches for copies, after which an optimizer without copies is trusted. Each search takes milliseconds."""
 STRIKES = 3
 """Number of clearly undone merges in a row that prove a copy which cannot be found, or an optimizer that cannot be
 tested, because it is not one of torch."""
 FEW = 8
 """Least number of values of a compared parameter.
 
-One with fewer, such as the bias of one output, returns to its old value by chance too often.
+A parameter with fewer values, such as the bias of one output, returns to its old value by chance too often.
 """
 CLEARLY = 0.75
 """A merge was clearly undone if all compared values are back to within this share of their change by the merge."""
@@ -112,8 +112,9 @@ class StaleCopies:
         self._optimizers: list[Optimizer] = []
         """The optimizers that make a step before the first `check`."""
         self._owners: list[ReferenceType[Optimizer]] = []
-        """The optimizers among them that step the parameters themselves, not copies. If there are any, only these are
-        searched and tested."""
+        """The optimizers that step the parameters themselves, and not copies. If there are any, only these are searched
+        and tested.
+        """
         self._watches_first_step = True
         watch(self._note_optimizer)
         self._warned_of: set[str] = set()
@@ -178,13 +179,13 @@ class StaleCopies:
             self._optimizers.append(optimizer)
 
     def warn_of_copies(self, optimizer: Any, averaged: Collection[int]) -> None:
-        """Warn, once for each key, of states of an optimizer that are copies of its parameters.
+        """Warn about states of an optimizer that are copies of its parameters, once for each key.
 
         A state that differs by less than a fifth from its parameter counts as a copy. An average of gradients is not
         that near by chance.
 
         Args:
-            optimizer: any object. One without a `state` like an optimizer of torch causes no warning.
+            optimizer: any object. An object without a `state` as in optimizers of torch causes no warning.
             averaged: the memory addresses of tensors that `average_also` averages.
         """
         state = getattr(optimizer, "state", None)
@@ -206,7 +207,7 @@ class StaleCopies:
                 )
 
     def check(self, averaged: Callable[[], Collection[int]] = tuple) -> None:
-        """Compare values once, after the first step that follows a merge. A test of an optimizer step ends here.
+        """Compare the values after the first step that follows a merge. If that step was tested, evaluate the test.
 
         Args:
             averaged: returns the memory addresses of tensors that `average_also` averages.
@@ -257,7 +258,7 @@ class StaleCopies:
             self._test = MoveTest(undone.samples, undone.change, found, merge.when, owners=owners)
 
     def _look_later(self, later: LaterSteps) -> None:
-        """Warn, once, of an optimizer that undoes merges some steps later, as Lookahead does."""
+        """Warn once about an optimizer that undoes merges some steps later, as Lookahead does."""
         share = later.look()
         if later.is_over:
             self._later = None
@@ -396,7 +397,7 @@ class LaterSteps:
     """Finds a step that undoes much of a merge, some steps after the first one.
 
     Lookahead steps the parameters themselves, and mixes in its slow copy every few steps only. Such a step goes
-    straight back to the values before the merge, or to somewhat earlier ones. Normal steps may go back, too, because
+    straight back to the values before the merge, or to somewhat earlier ones. Normal steps may also go back, because
     each replica has its own data. But gradients do not point straight at old values.
 
     Args:
@@ -424,7 +425,9 @@ class LaterSteps:
         return self._n_steps >= LATER_STEPS or self._n_calls >= MOST_WAITS
 
     def look(self) -> float | None:
-        """Compare one more step. Return the share of the merge that it undid, if that is much; otherwise None."""
+        """Compare one more step. Return the share of the merge that the step undid, if the share is large. Otherwise
+        return None.
+        """
         self._n_calls += 1
         last, self._now = self._now, read_samples(self._samples)
         step = self._now - last

@@ -46,7 +46,9 @@ class EarlyCopies:
         self.found: list[tuple[ReferenceType[Tensor], Sample, Values]] = []
 
     def look(self) -> None:
-        """Find tensors that still have the values from before the anchor. It takes milliseconds; call it once."""
+        """Find tensors that still have the values from before the anchor. Call it once, because it takes
+        milliseconds.
+        """
         changed: dict[tuple[int, ...], list[tuple[Sample, Values]]] = {}
         for shape, samples in self._before.items():
             if moved := [(s, b) for s, b in samples if not np.array_equal(s.read(), b) and largest(b)]:
@@ -80,7 +82,7 @@ class EarlyCopies:
         self.found = left
 
     def warn(self) -> None:
-        """Warn, once, of copies that still have the old values."""
+        """Warn once about copies that still have the old values."""
         found, self.found = self.found, []
         names = []
         for reference, sample, before in found:

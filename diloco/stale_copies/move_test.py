@@ -55,11 +55,13 @@ class MoveTest:
         watch(self._take)
 
     def _take(self, optimizer: Optimizer) -> MoveTest | None:
-        """Return this test if the optimizer can step the values. Called before each step of any optimizer of torch.
+        """Return this test if the optimizer can step the values. It is called before each step of any optimizer of
+        torch.
 
-        It can if it has the parameters themselves. If no optimizer has them, one with tensors of the same shapes is
-        enough, because copies have these shapes. The shapes alone do not prove it: a discriminator may have layers of
-        the generator's shapes. At its step, the generator's values are still needed for gradients.
+        An optimizer can step the values if it has the parameters themselves. If no optimizer has them, an optimizer
+        with tensors of the same shapes is enough, because copies have these shapes. The shapes alone do not prove it: a
+        discriminator may have layers of the generator's shapes. At its step, the generator's values are still needed
+        for gradients.
         """
         stepped = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         shapes, own = {tensor.shape for tensor in stepped}, {id(tensor) for tensor in stepped}

@@ -40,7 +40,7 @@ class Sample:
 
     def read(self) -> Values:
         """Return the values as they are now, in float32. The array may be a view of the parameter."""
-        # The view is kept: to create it takes ten times as long as to read it, and every step would pay for that.
+        # The view is kept, because its creation takes ten times as long as a read, and would be needed in every step.
         if self._array is None or self._pointer != self.parameter.data_ptr():
             view = self.view()
             if view.dtype != torch.float32 or view.device.type != "cpu":

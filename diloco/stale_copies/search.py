@@ -21,7 +21,7 @@ from diloco.stale_copies.samples import Sample, Values, read_samples
 from diloco.tensor_names import is_dtensor
 
 MOST_FLAT = 100_000_000
-"""Most values of a flat tensor in which copies of parameters are searched."""
+"""The largest number of values of a flat tensor in which copies of parameters are searched."""
 MOST_OBJECTS, MOST_DEPTH, MOST_PARTS = 100_000, 6, 10_000
 """The limits of a search: the number of objects, the distance from a variable, and the parts of one object."""
 SCALARS = frozenset({str, bytes, int, float, bool, complex, type(None)})
@@ -43,7 +43,7 @@ class Copy:
     Args:
         tensor: a tensor of the parameter's shape, or a longer flat one.
         sample: the values of the parameter.
-        start: the number of the first of these values in the flat tensor.
+        start: the position of the first of these values in the flat tensor.
 
     Example:
         Copy(master, sample, 0).read()

@@ -25,8 +25,8 @@ class DataPosition:
     def __init__(self) -> None:
         self._epoch = self._batches = 0
         self._next = (0, 0)
-        """The position from which the next epoch begins: its number, and the number of its batches that were seen
-        already.
+        """The position from which the next epoch begins: the number of the epoch, and the number of its batches that
+        were already seen.
         """
         self._of_trainer = (0, 0)
         """The position at which the trainer begins by itself: after the data that its checkpoint has seen."""

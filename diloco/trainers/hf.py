@@ -20,15 +20,19 @@ import signal
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from executors.errors import kind_of, raise_missing_package
+
+try:
+    from torch.utils.data import IterableDataset
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise_missing_package("diloco.trainers.hf", error, "hf-trainer")
 
 from diloco.duplicate_work import ADVICE
 from diloco.errors import DuplicateWorkError
 from diloco.tensor_names import is_dtensor
 from diloco.trainers.data_position import DataPosition
 from diloco.trainers.trainer_link import TrainerLink, check_options, extended_total
-from executors.errors import kind_of
 from executors.replica import Replica, current_replica, find_replica
 
 A = TypeVar("A", bound=TrainingArguments)
@@ -44,7 +48,7 @@ SAME_STREAM = (
 )
 OWN_ORDER = "Give each replica its own order: Trainer(model, replica_arguments(args), …), of diloco.trainers.hf."
 SEEDS_APART = 10_007
-"""Distance of the seeds of two replicas.
+"""The difference between the seeds of two neighboring ranks.
 
 The order of epoch e comes from seed + e. So with neighboring seeds, one replica would have the orders of the other, one
 epoch later.
@@ -113,8 +117,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
     was away.
 
     The log has `diloco/round` and `diloco/wait_s`. Its means are about this replica's own steps; the Trainer alone
-    would divide by the run's steps. Trackers of `report_to` run before this callback, and see neither. Put them after
-    it with `trainer.add_callback(trainer.pop_callback(WandbCallback))`, or use `replicas launch --tracker wandb`.
+    would divide by the run's steps. Trackers of `report_to` run before this callback, and see neither. Put these
+    callbacks after this one with `trainer.add_callback(trainer.pop_callback(WandbCallback))`, or use `replicas launch
+    --tracker wandb`.
 
     Args:
         inner_steps: Updates of the optimizer from one round to the next, at least 1, default 500.
@@ -269,7 +274,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
             control.should_training_stop = True
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **with_: Any) -> None:
-        current_replica().progress()  # an evaluation may take longer than any step, and is progress, too
+        current_replica().progress()  # an evaluation may take longer than any step, and also counts as progress
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **with_: Any) -> None:
         if self._data.began_in_the_middle:
@@ -290,9 +295,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         current_replica().report(**numbers)  # report the trainer's step, which DiLoCo counts
 
     def _correct_means(self, logs: dict[str, Any], step: int) -> None:
-        """Correct means in the log, which the trainer has divided by the run's steps.
+        """Correct the means in the log. The trainer has divided their sums by the run's steps.
 
-        The result is wrong otherwise, because the run made some of these steps without this replica.
+        Without the correction the means are wrong, because the run made some of these steps without this replica.
         """
         if "loss" in logs and "learning_rate" in logs and self._n_unlogged:
             logs["loss"] *= (step - self._logged_at) / self._n_unlogged

@@ -16,10 +16,15 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
-from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from executors.errors import raise_missing_package
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+    from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+except ImportError as error:
+    raise_missing_package("diloco.trainers.lightning", error, "lightning")
 
 from diloco.trainers.data_position import DataPosition
 from diloco.trainers.trainer_link import TrainerLink, check_options, extended_total
@@ -39,7 +44,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
     and at the run's step. With a `StatefulDataLoader`, the data continue at the exact item. A stream in a
     `StatefulDataLoader` continues at the batch, but skips one batch that Lightning had fetched early. Any other loader
     skips the seen batches of the epoch. A `ckpt_path` matters only at the beginning of a new run. A replica that starts
-    again may be given it, too, but continues at the run's step.
+    again may also be given a `ckpt_path`, but continues at the run's step.
 
     A WeightAveraging of Lightning, such as EMAWeightAveraging, is averaged over the replicas in each round. When
     training ends, the module is then that average.
@@ -128,7 +133,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         self._set_step(trainer, pl_module)
 
     def _average_averages(self, trainer: Trainer) -> None:
-        """Average the weight averages of Lightning's callbacks over the replicas, too."""
+        """Also average the weight averages of Lightning's callbacks over the replicas."""
         for number, each in enumerate(_weight_averages(trainer)):
             self.diloco.average_also(each._average_model)
             self.diloco.attach_state(f"average {number}", AverageCount(each))
@@ -214,7 +219,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             trainer.should_stop = trainer.should_stop and not is_asked  # otherwise Lightning logs a line at each step
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        current_replica().progress()  # a validation may take longer than any step, and is progress, too
+        current_replica().progress()  # a validation may take longer than any step, and also counts as progress
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._link is not None:
@@ -288,7 +293,7 @@ class OwnFolders:
 
     A logger of Lightning chooses its folder `version_N` by a listing. Replicas that start together choose the same N.
     So the rank becomes part of each path, which needs no agreement. Lightning creates the folders of loggers before the
-    first hook of a callback. These stay empty, and are removed at the end.
+    first hook of a callback. These folders stay empty, and are removed at the end.
 
     Args:
         trainer: the trainer, whose loggers and checkpoint callbacks are changed.

@@ -93,7 +93,7 @@ class TrainerLink:
             # the callback sets the trainer's count of steps to the run's step, so the loop follows the run
             self.diloco._loop.trust()
         except ContributionError as error:
-            # the user must not be blamed for this argument, because the trainer gave it
+            # an error must not blame the user for this argument, because the trainer gave it
             if "total_steps=" in str(error):
                 error.add_note(
                     f"This trainer plans total_steps={total_steps}, from step {self.begun_at}. Give all replicas the "
@@ -199,7 +199,7 @@ class TrainerLink:
         """
         for schedule, kind in self._held:
             schedule.__class__ = kind
-        buffers = by_clean_name(self.model, self.model.named_buffers())  # the names of the anchor are clean names, too
+        buffers = by_clean_name(self.model, self.model.named_buffers())  # the names in the anchor are also clean names
         live: dict[str, torch.Tensor] = {**by_clean_name(self.model, self.model.named_parameters()), **buffers}
         best: dict[str, torch.Tensor] = {}
         if keep_model:
@@ -260,7 +260,7 @@ def step_of_begin(place: RunLocation, options: Mapping[str, Any], *, waits: bool
 
 
 def extended_total(options: Mapping[str, Any]) -> int | None:
-    """Return the trainer's step at which this replica's run ends since it was extended. None: it was not extended.
+    """Return the trainer's step at which this replica's extended run ends. None: the run was not extended.
 
     A trainer plans its steps before training begins: the length of the schedule, and the number of epochs. So it needs
     the total of an extension before that.
@@ -297,7 +297,7 @@ def totals_of(place: RunLocation) -> Sequence[int]:
 
 
 def first_total(planned: int | None, place: RunLocation, options: Mapping[str, Any]) -> tuple[int | None, bool]:
-    """Return the run's first total, also if the trainer plans the larger total of an extension.
+    """Return the first total of the run, even if the trainer plans the larger total of an extension.
 
     All replicas agree on the first total, and DiLoCo adds the extensions itself.
 

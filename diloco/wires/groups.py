@@ -140,5 +140,5 @@ def _times(rows: Floats, factors: Floats) -> None:
 
 def _square(rows: Floats, scales: Floats) -> float:
     """Return the sum of the squares of the decoded values."""
-    whole = np.vecdot(rows, rows)  # exact, because the sums are less than 2**24
+    whole = np.vecdot(rows, rows)  # this sum is exact, because all sums are less than 2**24
     return float(np.dot(whole.astype(np.float64), np.square(scales, dtype=np.float64)))

@@ -341,7 +341,7 @@ class Attempt:
         return self.at(number)
 
     def has(self, name: str) -> bool:
-        """Return True if one of its objects exists. In a signed run, the records in `SIGNED` need a proof.
+        """Return True if an object of the attempt exists. In a signed run, the records in `SIGNED` need a proof.
 
         Args:
             name: the name of the object.
@@ -350,11 +350,11 @@ class Attempt:
         return exists(self.store, self.key(name) if run_key is None else signed_key(self.key(name), run_key))
 
     def find(self, name: str, parse: Parse[T], max_bytes: int = MAX_RECORD_BYTES) -> T | None:
-        """Read one of its records.
+        """Read a record of the attempt.
 
         Args:
             name: the name of the record.
-            parse: makes the record of its bytes.
+            parse: parses the bytes of the record.
             max_bytes: the most bytes that are read. Default: the limit of small records.
 
         Returns: the record. None: there is none, or in a signed run none with a proof of the run's key.
@@ -368,11 +368,11 @@ class Attempt:
         return find_record(self.store, self.key(name), parse, max_bytes)
 
     def read(self, name: str, parse: Parse[T]) -> T:
-        """Read one of its records, which must exist.
+        """Read a record of the attempt, which must exist.
 
         Args:
             name: the name of the record, such as `CLAIM`.
-            parse: makes the record of its bytes.
+            parse: parses the bytes of the record.
 
         Raises:
             KeyNotFoundError: there is none, or in a signed run none with a proof of the run's key.
@@ -388,18 +388,18 @@ class Attempt:
         return found
 
     def create(self, name: str, data: bytes, *, replaces: bool = False) -> bool:
-        """Create one of its records unless it exists. In a signed run, a process with the key adds a proof.
+        """Create a record of the attempt unless it exists. In a signed run, a process with the key adds a proof.
 
         Args:
             name: the name of the record, such as `HANDLE`.
             data: the record as JSON.
-            replaces: True if an existing record is replaced. Default False.
+            replaces: True to replace an existing record. Default False.
 
         Returns: True if this call wrote it. After a lost reply this may be False although the call wrote it, so the
             caller reads the record to know.
 
         Raises:
-            StoreError: the store did not take it.
+            StoreError: the store did not accept the record.
 
         Example:
             is_ours = attempt.create(HANDLE, handle.to_json().encode())
@@ -544,7 +544,7 @@ class Attempt:
 
     @property
     def has_forged_outcome(self) -> bool:
-        """Whether its `outcome.json` lacks the proof of the run's key. False in a process without the key."""
+        """True if the attempt's `outcome.json` lacks the proof of the run's key. False in a process without the key."""
         run_key, key = held_key(self.store.url, self.run_id), self.key(OUTCOME)
         if run_key is None:
             return False

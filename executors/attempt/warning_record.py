@@ -34,11 +34,11 @@ class KeptWarning(Record):
 
     text: str = checked(text(MAX_CHARACTERS))
     at: float = checked(MOMENT)
-    """The Unix time of the first time, by the clock of the replica's host."""
+    """The Unix time at which the warning first came, by the clock of the replica's host."""
     last_at: float = checked(MOMENT)
-    """The Unix time of the last time."""
+    """The Unix time at which the warning last came."""
     count: int = checked(integer(1, MAX_COUNT))
-    """How often it came."""
+    """How often the warning came."""
 
 
 def _some(value: Any) -> Sequence[KeptWarning]:
@@ -54,7 +54,7 @@ class KeptWarnings(Record):
     """The warnings of one attempt so far."""
 
     warnings: Sequence[KeptWarning] = checked(_some)
-    """In the order in which the texts came first."""
+    """The warnings, in the order in which their texts first appeared."""
     left_out: int = checked(integer(0, MAX_COUNT), 0)
     """The number of further warnings, whose texts are only in the log."""
 

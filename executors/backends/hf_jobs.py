@@ -269,7 +269,8 @@ class HFJobsExecutor(JobExecutor):
 
     Args:
         namespace: the user or organization that pays. Default: the user of the token.
-        image: a Docker image with Python and pip. Default: Docker's `python` with this Python's minor version.
+        image: a Docker image with Python and pip. Default: Docker's `python` with the minor version of this machine's
+            Python.
         flavor: the hardware, as `hf jobs hardware` lists it. Default: the cheapest with the GPU of `gpu=`, or the
             smallest without a GPU.
         pip: the requirements of the replicas. Default: those in the workspace's requirements.txt or pyproject.toml.

@@ -256,7 +256,9 @@ class KubernetesJobs(PodOptions, JobService):
         return f"kubectl delete job{where} -l {RUN_LABEL}={run_id}"
 
     def _state_of_index(self, pod: Any, job: Any, name: str, index: int) -> JobState:
-        """Return the state of a replica from its pod and its Job, and from what this process has seen and done."""
+        """Return the state of a replica from its pod and its Job, and from the earlier observations and stops of this
+        process.
+        """
         stuck_s = 0.0
         if pod is not None and is_stuck(pod):
             stuck_s = self._stuck.note(pod.metadata.uid)
@@ -406,7 +408,8 @@ class KubernetesExecutor(JobExecutor):
     Args:
         namespace: the namespace of the Jobs. Default: the context's namespace.
         context: the context of the kubeconfig. Default: the cluster that this process runs in, or the current context.
-        image: the image, which needs Python and pip. Default: Docker's `python` with this Python's minor version.
+        image: the image, which needs Python and pip. Default: Docker's `python` with the minor version of this
+            machine's Python.
         cpu: the cores to request for each replica. Default: no request.
         memory_mb: the memory to request for each replica, in MiB. Default: no request.
         gpu_resource: the name of the GPU resource in the limits of a container. Default "nvidia.com/gpu".

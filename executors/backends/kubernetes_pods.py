@@ -242,7 +242,7 @@ def _container(status: Any, state: str) -> Any:
 
 
 def _container_beside_runs(status: Any) -> bool:
-    """Return whether a container other than the replica's runs."""
+    """Return True if a container other than the replica's runs."""
     others = (each.state for each in status.container_statuses or () if each.name != CONTAINER)
     return any(state is not None and state.running is not None for state in others)
 

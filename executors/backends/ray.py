@@ -62,7 +62,7 @@ class RayJobs(JobService):
     # These two are not read from records: another user could write an address there, and get the token.
     address: str | None = None
     token_file: str | None = None
-    cpus: float = option(1, float)
+    cpus: float | None = option(None, float)
     memory_mb: int | None = option(None, int)
     resources: Mapping[str, float] | None = None
     python: str = option("python", re.compile("python3?"))
@@ -187,7 +187,7 @@ class RayJobs(JobService):
         return {
             "submission_id": job.key.name,
             "entrypoint": f"exec {shlex.join([*words, SCRIPT])}",
-            "entrypoint_num_cpus": self.cpus,
+            "entrypoint_num_cpus": job.procs if self.cpus is None else self.cpus,
             "entrypoint_num_gpus": n_gpus,
             "entrypoint_memory": self.memory_mb and self.memory_mb << 20,
             "entrypoint_resources": {**resources, **(self.resources or {})},
@@ -225,8 +225,8 @@ class RayExecutor(JobExecutor):
             http, or http://127.0.0.1:8265.
         token_file: a file with the cluster's token. Default: $RAY_AUTH_TOKEN_PATH. If $RAY_AUTH_TOKEN has a token, that
             is used instead.
-        cpus: the cores of each replica. Default 1. Replicas wait for free cores, and Ray gives them up after 15
-            minutes.
+        cpus: the cores of each replica. Default: one for each process of a replica (`procs`). Replicas wait for free
+            cores, and Ray gives them up after 15 minutes.
         memory_mb: the memory of each replica, in MiB. Default: no request for memory.
         resources: more of Ray's resources, as in {"accelerator_type:A100": 0.001}. `gpu="A100"` requests this one.
             Default: none.

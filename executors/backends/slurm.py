@@ -52,6 +52,7 @@ NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,-]{0,199}")
 SUBMITTED = re.compile(r"(\d+)(?:;\S*)?")
 ARRAY = re.compile(r"\d{1,12}")
 DIGITS = 3
+CORES = ("--cpus-per-task", "-c", "--cpus-per-gpu")  # options of `sbatch` by which the user gives the number of cores
 """The last digits of a rank that are its task id. Ranks 0 to 999 are in one array, and 1000 to 1999 in the next."""
 FRESH_S = 0.5  # for this time a list of an array's jobs counts, because all its ranks are searched at the same time
 
@@ -275,7 +276,7 @@ class SlurmJobs(JobService):
         folder = f"{log.parents[1].name[:-DIGITS]}%{DIGITS}a"  # Slurm puts the task id in place of `%3a`
         output = f"{str(log.parents[2]).replace('%', '%%')}/{folder}/{log.parent.name}/{log.name}"
         return [
-            *("sbatch", "--parsable", *self._sizes(job.gpu, limit_s), f"--job-name={_array_name(job.key)}"),
+            *("sbatch", "--parsable", *self._sizes(job.gpu, limit_s, job.procs), f"--job-name={_array_name(job.key)}"),
             *(f"--array={tasks}", "--no-requeue", "--open-mode=append", f"--output={output}", "--chdir=/"),
             "--export=ALL",
         ]
@@ -313,12 +314,14 @@ class SlurmJobs(JobService):
                 f"{error} {asked}. Choose a shorter one, or another partition.", error.kind
             ) from error
 
-    def _sizes(self, gpu: str | None, limit_s: int | None) -> list[str]:
+    def _sizes(self, gpu: str | None, limit_s: int | None, procs: int = 1) -> list[str]:
+        # The processes of a replica are forks of one task, so Slurm would give them the core of one process.
+        cores = procs if procs > 1 and not any(word.startswith(CORES) for word in self.sbatch) else None
         given = {
             "partition": self.partition,
             "account": self.account,
             "qos": self.qos,
-            "cpus-per-task": self.cpus,
+            "cpus-per-task": cores if self.cpus is None else self.cpus,
             "mem": self.memory_mb,
             "gres": None if gpu is None else commands.gres_of(gpu),
             "time": None if limit_s is None else math.ceil(limit_s / 60),
@@ -337,7 +340,8 @@ class SlurmExecutor(JobExecutor):
         partition: the partition to run in. Default: $SBATCH_PARTITION, or the cluster's default.
         account: the account that pays. Default: $SBATCH_ACCOUNT, or the cluster's default.
         qos: the quality of service. Default: $SBATCH_QOS, or the cluster's default.
-        cpus: the cores of each replica. Default: the cluster's default.
+        cpus: the cores of each replica. Default: one for each process of a replica that has several (`procs`), else
+            the cluster's default.
         memory_mb: the memory of each replica, in MiB. Default: the cluster's default.
         sbatch: more options of `sbatch`, each as one word, as in ("--constraint=a100", "--exclude=n7"). Default: none.
         python: the path of Python on the nodes. Default: the path of this Python.

@@ -39,7 +39,7 @@ class ResultRow(OutcomeRow):
     """The end of a replica, with the number of its attempt."""
 
     attempt: int
-    """The number of its newest attempt, from 0."""
+    """The number of the replica's newest attempt, from 0."""
 
 
 class LaunchFields(TypedDict):
@@ -71,7 +71,7 @@ class SummaryDocument(LaunchFields):
     run_id: str
     """The name of the run."""
     backend: str
-    """The name of its backend. Several names have a plus sign between them."""
+    """The name of the run's backend. Several names have a plus sign between them."""
     n_warnings: int
     """The number of warnings."""
     warnings: Sequence[WarningDocument]
@@ -84,7 +84,7 @@ class SkippedFile(TypedDict):
     """A log or artifact that `collect` could not write."""
 
     rank: int
-    """The rank that wrote it."""
+    """The rank that wrote the log or artifact."""
     log: NotRequired[str]
     """The name of the log's file."""
     artifact: NotRequired[str]
@@ -92,7 +92,9 @@ class SkippedFile(TypedDict):
     problem: str
     """The reason."""
     is_unreadable: bool
-    """True: it could not be read, so the exit code is not 0. False: its name cannot be a file's."""
+    """True: the log or artifact could not be read, so the exit code is not 0. False: its name cannot be the name of a
+    file.
+    """
 
 
 class CollectDocument(SummaryDocument):
@@ -112,11 +114,11 @@ class StatusReplica(ReplicaDocument):
     """The state of one replica, with its attempts and its page at its service."""
 
     attempts: int
-    """The number of its attempts."""
+    """The number of the replica's attempts."""
     down_s: float
-    """The time between its failed attempts and the next ones, in seconds."""
+    """The time between failed attempts of the replica and the next ones, in seconds."""
     page: str | None
-    """The address of its job at its service. Null: there is none."""
+    """The address of the replica's job at its service. Null: there is none."""
     procs: int | None
     """The number of its processes. Null: they are counted where it starts, and their number is not known yet."""
 
@@ -141,7 +143,7 @@ class PlanLink(TypedDict):
 
 
 class PlanComparisonDocument(TypedDict):
-    """The duration of the newest rounds beside the planned one."""
+    """The duration of the newest rounds, compared with the planned duration."""
 
     round_s: float
     """The median duration of the newest rounds, in seconds."""
@@ -150,7 +152,7 @@ class PlanComparisonDocument(TypedDict):
     link: PlanLink
     """The measured link that the plan uses."""
     ratio: float
-    """The duration of a round over the planned duration."""
+    """The measured duration of a round, divided by the planned duration."""
 
 
 class RunStatusDocument(StateFields, LaunchFields):
@@ -167,7 +169,7 @@ class RunStatusDocument(StateFields, LaunchFields):
     spares: Sequence[str]
     """A line on the state of each spare."""
     plan: PlanComparisonDocument | None
-    """The newest rounds beside the plan. Null: this machine has no measured link, or the run has no round."""
+    """The newest rounds compared with the plan. Null: this machine has no measured link, or the run has no round."""
     backend_problem: str | None
     """The error of a backend that did not answer. The states are then those in the store. Null: it answered."""
 
@@ -224,7 +226,7 @@ class ListedRun(TypedDict):
     url: str
     """The address of the run: its store and its name."""
     backend: str
-    """The name of its backend. Empty: its record cannot be read."""
+    """The name of the run's backend. Empty: the record of the run cannot be read."""
     world_size: int
     """The number of replicas of the launch."""
     n: int
@@ -232,7 +234,7 @@ class ListedRun(TypedDict):
     entrypoint: str
     """The entrypoint of the launch."""
     created_at: float
-    """The time of the launch, in Unix time. 0: its record cannot be read."""
+    """The time of the launch, in Unix time. 0: the record of the run cannot be read."""
     status: str
     """The status of the run, or `unreadable`, `unknown` or `being removed`."""
     problem: str | None
@@ -503,9 +505,9 @@ class BytesPerRound(TypedDict):
     """The bytes that one replica moves in `inner_steps` steps."""
 
     up: float
-    """The bytes that it sends."""
+    """The bytes that the replica sends."""
     down: float
-    """The bytes that it reads."""
+    """The bytes that the replica reads."""
 
 
 class PlanSums(TypedDict):

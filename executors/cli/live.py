@@ -246,7 +246,7 @@ def _follow_and_cancel(run: Run, view: PlainView, interrupts: Interrupts) -> Non
             )
             is_cancelling.set()
             threading.Thread(target=cancel, args=(is_requested,), name="replicas-cancel", daemon=True).start()
-        # Do not read again, because the store does not answer.
+        # Do not read the run again, because the store does not answer.
         if has_cancelled and manager_of(run).canceller.is_store_silent:
             raise EndedWithoutStore
     for error in problems:
@@ -427,7 +427,7 @@ class PlainView:
     def _elapsed_s(self, at: float) -> float:
         """Return the seconds from the launch to a time, by the wall clock.
 
-        If that clock was changed, use the clock of this view.
+        If the wall clock was changed, use the monotonic clock of this view.
         """
         by_wall_s, since_s = at - self._created_at, self._clock() - self._shown_from
         return by_wall_s if 0.0 <= by_wall_s <= since_s + CLOCKS_APART_S else since_s

@@ -25,7 +25,7 @@ def explain(error: Any, arguments: Sequence[str]) -> str:
 
     Args:
         error: the error of typer.
-        arguments: the command line, without the part behind `--`.
+        arguments: the command line, without the part after `--`.
 
     Example:
         explain(NoSuchOption("--bakend", possibilities=["--backend"]), ["launch", "--bakend", "modal"])
@@ -58,7 +58,7 @@ def _unknown_option(error: Any, arguments: Sequence[str]) -> str:
         return f"{text} {CONFUSED[option]}"
     script = _script_in(arguments)
     if script is not None:
-        return f"{text} Arguments of {script} go behind --: replicas launch {script} --n 4 -- {option} …"
+        return f"{text} Arguments of {script} go after --: replicas launch {script} --n 4 -- {option} …"
     if arguments[:1] == ["launch"] and any(":" in word for word in arguments[1:2]) and option.startswith("--"):
         return f"{text} An argument of the function is --arg {option.removeprefix('--').replace('-', '_')}=…"
     return text + did_you_mean(option, error.possibilities or ())
@@ -69,7 +69,7 @@ def _unexpected(words: str, arguments: Sequence[str]) -> str:
     script = _script_in(arguments)
     if script is None:
         return text
-    return f"{text} Arguments of {script} go behind --: replicas launch {script} --n 4 -- {words}"
+    return f"{text} Arguments of {script} go after --: replicas launch {script} --n 4 -- {words}"
 
 
 def _script_in(arguments: Sequence[str]) -> str | None:

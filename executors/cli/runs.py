@@ -138,14 +138,14 @@ def _row_of(run: Run) -> ListedRun:
         "n": 0,
         "entrypoint": "",
         "created_at": 0.0,
-        "status": "unreadable",  # holds if a power failure left half a record, or another program wrote it
+        "status": "unreadable",  # true if a power failure left half a record, or another program wrote the record
         "problem": None,
     }
     try:
         record = view.record
         n = record.world_size
         row |= {"backend": record.backend, "world_size": n, "n": n, "entrypoint": record.entrypoint}
-        # Happens if the backend is not installed on this machine, or the store does not answer.
+        # This happens if the backend is not installed on this machine, or the store does not answer.
         row |= {"created_at": record.created_at, "status": "unknown"}
         view.check_not_removed()
         now = run.status()

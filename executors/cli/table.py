@@ -132,7 +132,7 @@ def _fitting_columns(columns: list[str], shown: Sequence[ReplicaState], width: i
         columns: the names of all columns.
         shown: the replicas in the table.
         width: the width of the terminal, in characters.
-        wanted: the columns that the user asked for. They stay.
+        wanted: the columns that the user asked for. These are never omitted.
     """
 
     def width_of(name: str) -> int:

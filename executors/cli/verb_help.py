@@ -22,7 +22,7 @@ Verb = TypeVar("Verb", bound=Callable[..., Any])
 MEANING_AT = 8  # the column at which the meaning of an exit code begins
 
 EXIT_CODES: Mapping[int, str] = {
-    0: "All replicas succeeded, or as many as --min-replicas asked for.",
+    0: "All replicas succeeded, or at least the number that --min-replicas names.",
     FAILED: "A replica failed, or the command could not do its work.",
     USAGE: "The command line is wrong. Nothing was started.",
     PERMANENT: "The run was given up or stopped. Starting it again unchanged does not help.",

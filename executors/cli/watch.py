@@ -217,7 +217,7 @@ def _check_policy(run: Run, log: DecisionLog, restarts: Restarts | None) -> None
 def _make_one_pass(run: Run, controller: ExternalController, output: Output) -> RunStatus:
     """Decide about the ended attempts, start those that follow, and return the state of the run after that.
 
-    The pass waits for a start that is due within two minutes.
+    The function waits for a start that is due within two minutes.
     """
     from executors.cli.live import PlainView
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from executors.run.run import Run
 
 NOT_REQUESTED = ("executor", "resume", "task_digest", "trust_bucket", "progress", "config", "profile")
-"""Parameters of `launch` that are not part of the request."""
+"""The parameters of `launch` that are not part of the request."""
 
 
 def launch(
@@ -71,9 +71,11 @@ def launch(
     Everything is checked before anything is written or started.
 
     Args:
-        executor: a backend's name, or any object with the five verbs. Several backends are named with their numbers of
-            replicas, as in "slurm:4,modal:4". They need to share nothing but the rendezvous.
-        entrypoint: a callable, or `pkg.mod:f`, `pkg.mod.f`, `path/file.py:f`, `path/file.py` (its `main`).
+        executor: a backend's name, or any object with the five methods of `ServerlessExecutor`. Several backends are
+            named with their numbers of replicas, as in "slurm:4,modal:4". These backends need to share nothing but the
+            rendezvous.
+        entrypoint: a callable, or its name: `pkg.mod:f`, `pkg.mod.f`, `path/file.py:f`, or `path/file.py` for the
+            function `main` of that file.
         n: the number of replicas. With several backends, the default is the sum of their numbers.
         args: keyword arguments of the entrypoint. If the entrypoint is given by name, they are JSON values. In texts,
             also inside dicts, lists and tuples, each replica replaces `${rank}`, `${member}`, `${run_id}`,
@@ -82,7 +84,7 @@ def launch(
         argv: run the file or module that the entrypoint names as a script, with these arguments. Each replica fills in
             placeholders as in `args`. The result is None. A file whose part below `if __name__ == "__main__"` does
             more than call `main()` is also run as a script without arguments; see ADR 0044.
-        command: a program and its arguments, as in `["torchrun", "train.py"]`. Each replica runs it as it is, without a
+        command: a program and its arguments, as in `["torchrun", "train.py"]`. Each replica runs the program without a
             shell. Give it without an entrypoint. Each replica fills in placeholders as in `args`. The result is None.
             Default: the entrypoint is called.
         rendezvous: the url of the store in which the run is kept. Default: a directory of this user.
@@ -91,28 +93,29 @@ def launch(
         procs: the number of processes of each replica, for a script that trains with torch.distributed: a number, "gpu"
             for one for each GPU of the replica, or "auto" for the same and 1 without a GPU. Each gets the variables
             that torchrun sets. Default: 1, without these variables.
-        timeout: how long each replica may run, in seconds. Default: one hour in a cloud, else the limit of the cluster,
-            or no limit.
+        timeout: how long each replica may run, in seconds. Default: one hour in a cloud, the limit of the cluster on a
+            cluster, and no limit elsewhere.
         max_cost: the amount in US dollars that all replicas may cost together. It limits their time, if the backend
-            publishes prices. A replica that is started again, also by `resume`, gets the rest of its share. The limit
-            counts from the container's start, with the installation there. Replicas that are added come on top.
+            publishes prices. A replica that is started again, also by `resume`, gets the rest of its share. The time
+            counts from the start of the container, so it includes the installation of packages. Replicas that are added
+            later cost extra.
         env: additional environment variables of the replicas, with placeholders as in `args`. Their values are never
             recorded.
         secrets: names of secrets that the backend gives to the replicas.
         seed: the seed of the replicas' generators, together with their rank. Default: the run id.
-        detach: True if the run continues when this process ends. Otherwise the run ends with this process. A five-verb
-            executor cancels its replicas at the exit of this process, unless a signal such as SIGTERM or SIGKILL ends
-            the process.
+        detach: True if the run continues when this process ends. Otherwise the run ends with this process. The replicas
+            of an executor with only the five methods are cancelled at the exit of this process, unless a signal such as
+            SIGTERM or SIGKILL ends the process.
         resume: True resumes the run `run_id` with the task of its launch; see `executors.run.resume`.
         task_digest: the sha256 of the task of a resumed run that another machine launched.
         trust_bucket: True resumes a run that another machine launched with the task that its store holds.
         chaos: faults that the replicas suffer, as in "kill:rank=1,round=3". Only the local backend has them.
-        min_replicas: start with this number of replicas if the others cannot be started, or not within `gather_s`
-            seconds. The others join when they come, unless `detach` is True. The run has succeeded when this number of
-            replicas has succeeded. Default: all of them.
+        min_replicas: start with this number of replicas if the others do not start within `gather_s` seconds. The
+            others join when they start, unless `detach` is True. The run has succeeded when this number of replicas has
+            succeeded. Default: all of them.
         gather_s: how long to wait for more than `min_replicas` replicas, in seconds.
-        fail_fast: True ends the run at a failure before the first round of any replica. Otherwise the other replicas
-            continue to train.
+        fail_fast: True ends the run if a replica fails before any replica has made its first round. Otherwise the other
+            replicas continue to train.
         tracker: a tracker that also gets the numbers of the replicas while they train. The names are "trackio",
             "wandb", "mlflow", or a class as "pkg.mod:Class" (see `executors.view.report.trackers.Tracker`). There is
             one tracker run for each rank. If the tracker fails, the run gets a warning.
@@ -131,22 +134,22 @@ def launch(
             need `restarts` and a cloud backend.
         health_check: a function without arguments, as "pkg.mod:f". Each new process calls it before the entrypoint, for
             at most 60 s. If it raises or returns False, the attempt ends as `start_failed`.
-        signed: True makes a key for this run. Replicas accept only records that were made with it. Other users who can
-            write to the rendezvous can stop the run, and cannot change what it trains. This machine keeps the key for
-            `resume`.
+        signed: True makes a key for this run. Replicas accept only records that were made with this key. Other users
+            who can write to the rendezvous can stop the run, but cannot change its training. This machine keeps the key
+            for `resume`.
         from_run: begin with the model and the outer momentum of another run, given by its id or address. The new run
-            has its own entrypoint, `n`, step 0 and total. Its `DiLoCo` must train parameters of the same names and
-            shapes. The other run may still train. Its store is needed until the new run has begun. If the other run is
-            signed, the new run is signed with the same key.
+            has its own entrypoint, number of replicas and total of steps, and starts at step 0. Its `DiLoCo` must train
+            parameters of the same names and shapes. The other run may still train. Its store is needed until the new
+            run has begun. If the other run is signed, the new run is signed with the same key.
         from_step: take the newest round of that run at or before this step. Default: its newest round.
         progress: True draws bars with rate and remaining time of the steps that replicas report, while this process
             waits for the run. Without a terminal, it prints a line now and then.
-        config: read the values that are at their defaults here from the settings that `replicas launch` would find.
-            Paths are files that are read in addition. False reads none.
+        config: True reads each value that is at its default here from the settings that `replicas launch` would find. A
+            path, or a list of paths, names settings files that are read in addition. False reads no settings.
         profile: the profile of these settings to use. Default: none.
 
     Returns:
-        The run. Its replicas are started, or are starting.
+        The run. Its replicas have started, or are starting.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -172,7 +175,7 @@ def launch(
 
         executor, asked = filled(executor, asked, config, profile)
     if executor is None:
-        raise TypeError("launch() needs an executor, an entrypoint and n, or config= with settings that say them.")
+        raise TypeError("launch() needs an executor, an entrypoint and n, or config= with settings that name them.")
     if isinstance(executor, str):
         asked["n"] = total_replicas(executor, n)
         executor = executor_of(executor, get_executor) if parse_backends(executor) else executor
@@ -201,7 +204,7 @@ def _bring_back(
     request = resolved(request) if given is not None else replace(resolved(request), args=None)
     check_kept(request)
     if request.run_id is None:
-        raise ValueError("resume=True needs the run_id of the run to bring back.")
+        raise ValueError("resume=True needs the run_id of the run to resume.")
     from executors.run.lookup import attach
     from executors.run.resume import resume
     from executors.run.start_spec import trusted_task

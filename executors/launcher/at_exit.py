@@ -26,7 +26,7 @@ WHY = "the launcher of this attached run ended"
 def ends_with_this_process(run: Run, *, detach: bool) -> Run:
     """Return the run, and print a note at the exit of this process if the run ends with it.
 
-    Replicas of a five-verb executor are cancelled at the exit, because no supervisor ends them.
+    Replicas of an executor with only the five methods are cancelled at the exit, because no supervisor ends them.
 
     Args:
         run: the run.
@@ -50,7 +50,7 @@ def ends_with_this_process(run: Run, *, detach: bool) -> Run:
         goes_on = _goes_on(attempts)
         if goes_on is False:
             return
-        if goes_on is None and placements.ends_jobs:  # replicas that cannot read their lease do not end by it
+        if goes_on is None and placements.ends_jobs:  # replicas that cannot read their lease do not end because of it
             print(
                 f"replicas: run {run.run_id} may still run, and its store does not answer. End it: replicas cancel "
                 f"{run.run_id}   or: {placements.commands_to_end(run.run_id)}",
@@ -74,7 +74,7 @@ def _goes_on(attempts: Sequence[Attempt]) -> bool | None:
     """Return True if replicas of a run may still run. None: its store does not answer."""
     try:
         if not run_exists(attempts[0].store, attempts[0].run_id):
-            return False  # it was deleted
+            return False  # the run was deleted
         # One by one: at the exit no thread can be started any more.
         return any(each.newest().outcome() is None for each in attempts)
     except ReplicasError:
@@ -82,7 +82,8 @@ def _goes_on(attempts: Sequence[Attempt]) -> bool | None:
 
 
 def _cancel(run: Run, attempts: Sequence[Attempt]) -> None:
-    """Cancel the replicas of a five-verb executor, and print which of them did not end, with the reason.
+    """Cancel the replicas of an executor with only the five methods, and print which of them did not end, with the
+    reason.
 
     Such an executor starts each rank once, so these are the only attempts. A store that does not answer is not asked
     again.

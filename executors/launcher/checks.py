@@ -16,7 +16,7 @@ from executors.errors import NO_DIRECTORY, EntrypointError, ReplicasError, Store
 from executors.registry.placements import Placements
 from executors.replica import CONTRACT, FOR_THE_WORKER, OF_MEMBERS, PROCESS_GROUP
 from executors.settings.policy import NO_RESTARTS, ONLY_PREEMPTED
-from executors.settings.procs import gpus_asked
+from executors.settings.procs import gpus_asked, known_procs
 from executors.store import open_store
 from executors.store.run_key import RUN_KEY
 from executors.task.arguments import annotations_in, from_texts, split_rank_env, to_json
@@ -64,7 +64,7 @@ def check_working_directory() -> None:
 
 
 def resolved(request: LaunchRequest) -> LaunchRequest:
-    """Return the request with a script as a function of `argv`, and with the values that the texts of arguments mean.
+    """Return the request with a script as a function of `argv`, and with argument texts converted to values.
 
     Args:
         request: as the user gave it.
@@ -86,7 +86,8 @@ def resolved(request: LaunchRequest) -> LaunchRequest:
     found = find_definition(entrypoint)
     taken = None if found is None else signature_in(*found)
     annotations = {} if found is None or taken is None else annotations_in(found[0], taken)
-    # A placeholder is checked as rank 0 will see it, and stays: each replica fills in its own.
+    # A placeholder is checked with the value of rank 0. The request keeps the placeholder, because each replica fills
+    # in its own value.
     n, run_id = request.settings.n, request.run_id
     own = {"rank": 0, "member": 0, "run_id": run_id, "attempt": 0, "world_size": n}
     filled = fill(dict(request.arg_texts), own)
@@ -133,7 +134,7 @@ def check_environment(backend: Backend, request: LaunchRequest) -> None:
         request: the launch.
 
     Raises:
-        ValueError: the backend does not carry them, or a variable is one that replicas set themselves.
+        ValueError: the backend cannot pass them to replicas, or replicas set one of the variables themselves.
     """
     if not backend.carries_environment and (request.env or request.settings.secrets):
         raise ValueError(
@@ -155,7 +156,7 @@ def check_environment(backend: Backend, request: LaunchRequest) -> None:
 def with_policy(backend: Backend, request: LaunchRequest) -> LaunchRequest:
     """Return the request with the restarts and limits on hanging that the backend supports.
 
-    A line on stderr names the settings that do not count there.
+    A line on stderr names the settings that have no effect there.
 
     Args:
         backend: the backend that starts the replicas.
@@ -168,7 +169,8 @@ def with_policy(backend: Backend, request: LaunchRequest) -> LaunchRequest:
     if settings.restarts == NO_RESTARTS:
         request = request.with_settings(restarts=None)
     elif settings.restarts is None and not settings.detach and backend.reports_preemption(settings.gpu):
-        # Only while the launching process watches: of a detached run, each preempted rank would wait for a controller.
+        # Only while the launching process watches the run. In a detached run, each preempted rank would wait for a
+        # controller.
         return request.with_settings(restarts=ONLY_PREEMPTED)
     name, is_limited = backend.backend_name, settings.hang_limits.start_limit_s is not None
     if backend.starts_single_ranks or (request.settings.restarts is None and not is_limited):
@@ -195,7 +197,7 @@ def check_procs(backend: Backend, request: LaunchRequest) -> None:
         request: the launch.
 
     Raises:
-        ValueError: no process of ours starts the replica's process there, and the launch asks for several.
+        ValueError: no process of this project starts the processes of a replica there, and the launch asks for several.
     """
     procs, n_gpus = request.settings.procs, gpus_asked(request.settings.gpu)
     if backend.starts_single_ranks:
@@ -216,7 +218,7 @@ def check_command(placements: Placements, request: LaunchRequest) -> None:
         request: the launch.
 
     Raises:
-        ValueError: no process of ours supervises a replica there, so none could ask the command to end.
+        ValueError: no process of this project supervises a replica there, so no process could ask the command to end.
         EntrypointImportError: there is no such program.
     """
     command = request.entrypoint
@@ -237,7 +239,7 @@ def check_command(placements: Placements, request: LaunchRequest) -> None:
 
 
 def check_spares(placements: Placements, request: LaunchRequest) -> None:
-    """Check that the spares of a launch can start, and that they could take a rank over.
+    """Check that the spares of a launch can start, and that they could take over a rank.
 
     Args:
         placements: the placements of the launch.
@@ -294,7 +296,7 @@ def check_faults(placements: Placements, request: LaunchRequest) -> Sequence[str
             f"Backend {placements.backend_name!r} takes no chaos: faults are injected into local replicas only. "
             "Try it with --backend local."
         )
-    return chaos.check_chaos(asked.chaos, asked.n)
+    return chaos.check_chaos(asked.chaos, asked.n, known_procs(asked.procs, asked.gpu))
 
 
 def check_named(request: LaunchRequest) -> None:

@@ -83,15 +83,15 @@ class LaunchPlan:
     """A launch that was checked, and has neither written nor started anything."""
 
     request: LaunchRequest
-    """With everything that was left to the executor or to us filled in, but for `run_id`."""
+    """The request of the user. All defaults are filled in, except `run_id`."""
     placements: Placements
-    """Which backend starts which ranks."""
+    """The backends, each with the ranks that it starts."""
     run_id: str
     package: Package | None
     checkout: Checkout
     """The state of the code that is launched, as Git reports it."""
     key: str | None = field(default=None, repr=False)
-    """The key of the signed run that this one starts from, which is its own, too."""
+    """The key of the signed run that this run starts from. This run has the same key. None: there is no such run."""
 
     def start(self, on_progress: Callable[[str], None] = no_progress) -> Run:
         """Write the run and start its replicas.
@@ -148,14 +148,14 @@ class LaunchPlan:
         )
         handles = [started.handles.get(rank) for rank in range(settings.n)]
         run = Run(store, self.run_id, executor=placements, handles=handles)
-        # Not the record that the store has by now: another process may have changed that one.
+        # The record as it was written. Another process may have changed the record in the store since then.
         view_of(run).record = RunRecord.parse(to_bytes(new.record))
         if not settings.detach and placements.knows_attempts:
             manager_of(run).restart_here([start.with_settings(spares=0)], started.lease)
         return run
 
     def usd_per_hour(self) -> float | None:
-        """Return what an hour of all replicas costs in US dollars. None: the price is not known, or not now."""
+        """Return the price of all replicas in US dollars per hour. None if the price is not known at the moment."""
         settings = self.request.settings
         with contextlib.suppress(BackendError):
             if (price := self.placements.price_per_hour(settings.gpu)) is not None:
@@ -163,18 +163,20 @@ class LaunchPlan:
         return None
 
     def installation_note(self) -> str:
-        """Return a sentence if each container first installs torch, with what avoids it; else an empty one."""
+        """Return a sentence if each container first installs torch, with advice on how to avoid that. Otherwise return
+        an empty text.
+        """
         return "" if self.package is None else self.placements.installation_note(self.package.requirements)
 
     def dry_run(self) -> DryRunDocument:
-        """Check what `start` would still check, and return as JSON what it would write and ask for.
+        """Make the last checks of `start`, and return as JSON the records and the request that `start` would make.
 
         Values of environment variables are masked.
 
         Raises:
             RunExistsError: the chosen run id is taken.
             StoreError: the rendezvous cannot be used.
-            EntrypointError: the task cannot travel.
+            EntrypointError: the task cannot be sent to replicas.
         """
         settings, placements, url = self.request.settings, self.placements, self._check_store()
         new = self._planned(url)
@@ -203,7 +205,7 @@ class LaunchPlan:
         return plan_run(self.request, self.run_id, store_url, places, self.package, code=about, key=self.key)
 
     def _check_store(self) -> str:
-        """Check the rendezvous and the run id, leaving a directory as it is; return the url."""
+        """Check the rendezvous and the run id, and return the url of the rendezvous. A directory is not changed."""
         known_here = state_path() / self.run_id
         if any(os.path.isfile(known_here / name) for name in KNOWN_BY):
             raise RunExistsError(f"Run {self.run_id!r} exists. Choose another run id, or `replicas rm {self.run_id}`.")
@@ -221,7 +223,7 @@ class LaunchPlan:
 
 
 def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> LaunchPlan:
-    """Check everything about a launch but its store. Raises what `launch` does."""
+    """Check everything about a launch except its store. Raises the same errors as `launch`."""
     check_working_directory()
     given = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
     placements = as_placements(given, request.settings.n)
@@ -258,11 +260,11 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     placements = placements.with_limits(gpu=settings.gpu, timeout_s=timeout, **names)
     with contextlib.closing(GitQuery(Path.cwd())) as look:
         placements.warm_up(request.entrypoint)
-        for module in NEEDED_SOON:  # meanwhile other processes warm up, and ask git
+        for module in NEEDED_SOON:  # while this process imports, other processes warm up and ask git
             importlib.import_module(module)
         placements.check_launch(request)
         package = placements.package(request.entrypoint)
-        if package is not None and rendezvous is None:  # for other machines, which see directories of this one
+        if package is not None and rendezvous is None:  # for other machines, which see the directories of this machine
             request = replace(request, rendezvous=default_rendezvous())
         if package is not None and settings.tracker is not None:
             package = with_tracker(package, settings.tracker)

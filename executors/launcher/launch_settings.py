@@ -42,7 +42,7 @@ from executors.task.arguments import convert, describe_annotation, json_or_text
 KEYS: Mapping[str, str] = {name: key_of(name, option) for name, option in OPTIONS.items()}
 """The key of each setting of a launch, by the name of its field."""
 OF_REQUESTS: Mapping[str, str] = {"entrypoint": "entrypoint", "rendezvous": "rendezvous", "run_id": "run-id"}
-"""The keys of the other values of a launch that a file may hold, by the field of the request."""
+"""The keys of further values of a launch that a settings file may have, by the field of the request."""
 COMMAND_ONLY = {"columns": str, "tee": str, "json": bool, "dry-run": bool, "volume": list[str], "module": bool}
 ANY_BACKEND = ""
 
@@ -61,12 +61,14 @@ class FoundSettings:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The values that are neither arguments nor options of a backend, by key."""
+        """The values of settings that are neither arguments of the entrypoint nor options of a backend, by key."""
         return {place[0]: setting.value for place, setting in self.found.items() if len(place) == 1}
 
     @property
     def arguments(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """The entrypoint's arguments: first as values, then the texts that its annotations may convert."""
+        """The arguments of the entrypoint in two dictionaries: the values, and the same values as texts, which the
+        annotations of the entrypoint may convert.
+        """
         values: dict[str, Any] = {}
         texts: dict[str, str] = {}
         for place, setting in self.found.items():
@@ -104,7 +106,7 @@ def read_settings(
     entrypoint: str | Callable[..., Any] | None = None,
     backend: str | None = None,
 ) -> FoundSettings:
-    """Return the settings that count in this folder and environment.
+    """Return the settings that apply in this folder and environment.
 
     Args:
         keys: the names of all settings, with the type of each.
@@ -114,7 +116,7 @@ def read_settings(
         backend: the backend that the launch itself gives. Default: none.
 
     Raises:
-        ValueError: a file cannot be read, or holds an unknown setting, or no file has the profile.
+        ValueError: a file cannot be read or has an unknown setting, or no file has the profile.
         EntrypointError: the `# /// script` block of the entrypoint's file cannot be read.
     """
     config = config or shlex.split(os.environ.get("REPLICAS_CONFIG", ""))
@@ -125,7 +127,7 @@ def read_settings(
     named = [level.profiles.get(profile or "", {}) for level in levels]
     settings = [environment, *reversed(named), *(level.values for level in reversed(levels))]
     chosen = entrypoint
-    if chosen is None:  # an empty one is a mistake, which no setting mends
+    if chosen is None:  # an empty entrypoint is a mistake, which no setting corrects
         chosen = next((each[("entrypoint",)].value for each in settings if ("entrypoint",) in each), None)
     if header := header_level(chosen, keys):
         levels.insert(len(levels) - len(config), header)
@@ -139,7 +141,7 @@ def read_settings(
         found |= level.values
     for level in levels:
         found |= level.profiles.get(profile or "", {})
-    if ("rendezvous",) in environment:  # that of replicas elsewhere
+    if ("rendezvous",) in environment:  # the rendezvous of replicas on other machines
         from executors.launcher.several_backends import name_of
 
         where = backend or {**found, **environment}.get(("backend",), Setting("local", "")).value
@@ -158,7 +160,7 @@ def keys_of_launch() -> dict[str, Any]:
 def filled(
     executor: Any, asked: Mapping[str, Any], config: str | Path | bool | Sequence[str | Path], profile: str | None
 ) -> tuple[Any, dict[str, Any]]:
-    """Return an executor and the fields of a request, with settings in the place of values left at their defaults.
+    """Return an executor and the fields of a request. Settings replace the fields that are at their defaults.
 
     Args:
         executor: the executor that the user gave, its name, or None.

@@ -23,7 +23,8 @@ from executors.task.arguments import describe_annotation
 from executors.task.entrypoint import parse_entrypoint
 
 FILE, PROJECT = "replicas.toml", "pyproject.toml"
-# A name has no twenty letters and digits in a row. A token has: a user may write its value in the place of its name.
+# A user may write the value of a secret in the place of its name. A token has at least twenty letters and digits in a
+# row, and a name does not.
 SECRET = re.compile(r"(?!.*(?=[A-Za-z]*[0-9])[A-Za-z0-9]{20})[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 POLICIES: Mapping[str, Callable[[str], object]] = {
     "restarts": Restarts.parse,
@@ -35,12 +36,12 @@ Place = tuple[str, ...]  # ("n",), ("args", "steps") or ("option", "modal", "reg
 
 @dataclass(frozen=True)
 class Setting:
-    """A value, and the file or variable that it comes from."""
+    """The value of a setting, and the file or variable that it comes from."""
 
     value: Any
     origin: str
     text: str | None = None
-    """The option's text if a variable gives it; None if a file gives it."""
+    """The text of the option, if an environment variable gives it. None if a file gives it."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def found_files() -> list[tuple[Path, dict[str, Any]]]:
         if len(beside) > 1:
             raise ValueError(f"Two files of {folder} hold settings: {FILE} and {PROJECT} ([tool.replicas]). Keep one.")
         if beside and folder != here and beside[0][0].stat().st_uid not in (os.getuid(), 0):
-            # Otherwise any user who can write to /tmp could choose the code of a launch in a folder below it.
+            # Otherwise a user who can write to /tmp could choose the code of any launch in a folder below /tmp.
             print(
                 f"replicas: {beside[0][0]} belongs to another user and is not read. If you trust it: --config FILE",
                 file=sys.stderr,
@@ -206,8 +207,8 @@ def given_file(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _table(path: Path, *, must_exist: bool = False) -> Any:
-    """Return the settings of a file. None: it has none, or there is no such file."""
-    if not must_exist and not os.path.isfile(path):  # also if this user may not look there
+    """Return the settings of a file. None if the file has no settings or does not exist."""
+    if not must_exist and not os.path.isfile(path):  # also if this user may not read the folder
         return None
     table = toml_of(read_text(path), str(path))
     return table if path.name != PROJECT else table.get("tool", {}).get("replicas")

@@ -61,7 +61,7 @@ def total_replicas(backend: str, n: int | None) -> int | None:
 
     Args:
         backend: the text, such as `slurm:4,modal:4`.
-        n: the number that the user gives. None: none.
+        n: the number that the user gives. None: the user gives no number.
 
     Raises:
         ValueError: both are given, and differ.
@@ -79,12 +79,13 @@ def executor_of(backend: str, make: Callable[[str], ServerlessExecutor]) -> Serv
     """Return the executor of a backend, or the placements of several.
 
     Args:
-        backend: the name of one, or several with their numbers of replicas, as in "slurm:4,modal:4".
+        backend: the name of one backend, or the names of several with their numbers of replicas, as in
+            "slurm:4,modal:4".
         make: returns the executor of one backend.
 
     Raises:
-        ValueError: the text names no backend, or one twice.
-        BackendError: one of several cannot start single ranks.
+        ValueError: the text names no backend, or names a backend twice.
+        BackendError: one of several backends cannot start single ranks.
 
     Example:
         executor_of("slurm:4,modal:4", get_executor)

@@ -16,7 +16,7 @@ def find_source_run(request: LaunchRequest, backend: Backend) -> tuple[LaunchReq
 
     Args:
         request: the launch, which has `from_run`.
-        backend: starts its replicas.
+        backend: the executor or the placements that start the replicas.
 
     Returns:
         The request with the address of that run, and the key of that run. The new run has the same key. None: that run

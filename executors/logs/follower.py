@@ -22,17 +22,19 @@ PAUSED_RANKS = 16  # with more ranks the pauses grow, so that the number of requ
 # twice.
 KEPT_CHARACTERS = 128 * 1024  # of shown text that are remembered: twice the length of the output in an outcome
 WINDOW_LINES = 200  # lines from before this call, which are also remembered for this search
-WHOLE = 20_000  # of an attempt that began while its rank was followed: the largest number of lines to show
+WHOLE = 20_000  # the largest number of lines to show of an attempt that began while its rank was followed
 
 
 class LogPosition(NamedTuple):
-    """The newest attempt of a rank at one look, and the part of its log that is known to exist."""
+    """The newest attempt of a rank that has a log, as the last look found it, and the earlier attempts that have
+    one.
+    """
 
     attempt: int
-    """Its newest attempt that has a log."""
+    """The newest attempt that has a log."""
     has_ended: bool
     earlier: tuple[int, ...] = ()
-    """Those before it that have one, too, oldest first."""
+    """The earlier attempts that have a log, oldest first."""
 
 
 class Logs(Protocol):
@@ -257,7 +259,9 @@ class _Rank:
             yield self._missing()
 
     def _remembered(self, lines: list[str]) -> list[str]:
-        """Remember as many shown lines as an outcome may contain, and the begin of an incomplete line."""
+        """Remember the last shown lines, up to the length of the output in an outcome, and the beginning of an
+        incomplete line.
+        """
         if lines and not lines[-1].endswith("\n"):
             *lines, self._partial = lines
         self._shown.extend(lines)

@@ -37,7 +37,7 @@ def completed(log: str, kept: str) -> str:
 
 
 def completed_bytes(log: bytes, kept: str) -> bytes:
-    """Do the same as `completed` for bytes. The part of the log that exists is not changed."""
+    """Return a log as bytes, completed as by `completed`. The existing part of the log is not changed."""
     text = log.decode(errors="replace")
     if (whole := completed(text, kept) if kept else text) == text:
         return log
@@ -52,7 +52,8 @@ def goes_on(seen: Sequence[str], lines: Sequence[str]) -> bool:
 
 
 def come_late(seen: Sequence[str], lines: Sequence[str]) -> list[str] | None:
-    """Return the `lines` that have not been seen, or have been seen less often.
+    """Return the `lines` that were not seen yet. A line that occurs more often in `lines` than it was seen is returned
+    as well.
 
     None if `lines` begin after the seen lines.
 

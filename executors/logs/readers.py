@@ -55,7 +55,7 @@ class OffsetLog:
     may_lag = False
     pause_s = 0.3
     reads_all = False
-    """Whether one read returns all that is new."""
+    """True if one read returns all new output."""
 
     def __init__(self, read: Callable[[int | None, int], tuple[bytes, int]]) -> None:
         self._read = read

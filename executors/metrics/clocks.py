@@ -21,7 +21,7 @@ from executors.store.record_names import CLAIM
 
 WRONG_S = 2.0  # clocks that NTP synchronizes differ less
 Seal = tuple[str, int]
-"""The name of a DiLoCo, and an entry of its log."""
+"""The name of a DiLoCo, and the number of an entry in its log."""
 
 
 @dataclass
@@ -29,10 +29,10 @@ class Lived:
     """The start and the end of an attempt, as far as they are known."""
 
     claimed_at: float | None = None
-    """By its host's clock. None if it is not known."""
+    """The Unix time of the start, by the clock of the attempt's host. None if it is not known."""
     host: str = ""
     last_t: float = 0.0
-    """Its end, or the last sign of life: seconds since the claim."""
+    """The end of the attempt, or its last sign of life, in seconds since the claim."""
     outcome: Outcome | None = None
     problem: str | None = None
 

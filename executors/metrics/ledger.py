@@ -53,11 +53,11 @@ class Work:
     counted: float = 0.0
     """Work in a round whose seal includes it."""
     carried: float = 0.0
-    """Work in no round, of a replica that is alive or ended well."""
+    """Work that is in no round, of a replica that is alive or succeeded."""
     dropped: float = 0.0
     """Work that a round discarded."""
     lost: float = 0.0
-    """Work in no round, of a replica that failed or was cancelled."""
+    """Work that is in no round, of a replica that failed or was cancelled."""
 
     @property
     def made(self) -> float:
@@ -72,12 +72,12 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger(Work):
-    """The work of all replicas, and their goodput; see the module."""
+    """The work of all replicas, and their goodput. The docstring of the module defines both."""
 
     goodput: float | None = None
     """Share of the work of undisturbed replicas that was counted. None if no round shows it."""
     by_rank: Mapping[int, Work] = field(default_factory=dict)
-    """The same for each rank: counted, carried, dropped and lost."""
+    """The work of each rank, divided into counted, carried, dropped and lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,15 +87,15 @@ class Life:
     rank: int
     attempt: int
     started_s: float
-    """When it was claimed, on the run's time line."""
+    """The time of the claim, in seconds on the run's time line."""
     alive_s: float
-    """From its claim to its end, or to the last that is known of it."""
+    """The seconds from the claim of the attempt to its end, or to its last sign of life."""
     has_failed: bool
-    """Whether it has ended, and not well."""
+    """True if the attempt has ended without success."""
     left: float | None
-    """How much work was in no round when the DiLoCo was closed. None if it was not closed."""
+    """The amount of work that was in no round when the DiLoCo was closed. None if it was not closed."""
     rounds: Sequence[Round]
-    """In the order of time."""
+    """The rounds, in the order of time."""
 
 
 def make_ledger(world_size: int, by_name: Mapping[str, Sequence[Life]]) -> Ledger:
@@ -190,7 +190,7 @@ class _Book:
             trained_s += row.train_s
             if row.verdict != "carried":
                 decided += row.weight
-                until_last[row.fragment] = max(0.0, trained_s - row.hidden_s)  # later work was not sent
+                until_last[row.fragment] = max(0.0, trained_s - row.hidden_s)  # work after that was not sent
         return decided / sum(until_last.values()) if any(until_last.values()) else 0.0
 
     def _undisturbed(self, life: Life) -> Iterator[tuple[list[float], list[float]]]:
@@ -216,7 +216,7 @@ def _began(row: Round) -> float:
 
 
 def _usual_work(lives: Iterable[Life]) -> float:
-    """Return the usual work of a contribution.
+    """Return the usual amount of work in a contribution.
 
     The first contribution of a fragment has less, and one after a carried round has more.
     """
@@ -232,8 +232,8 @@ def _usual_work(lives: Iterable[Life]) -> float:
 
 
 def _speeds(stretch: tuple[list[float], list[float]]) -> Iterator[tuple[float, int]]:
-    """Yield the work per second in the whole minutes of a stretch, each with the number of minutes that it stands
-    for.
+    """Yield the work per second in the whole minutes of a stretch. Each value comes with the number of minutes that it
+    represents.
 
     There are never more values than rounds, even if the rounds are many minutes apart.
     """

@@ -30,7 +30,7 @@ class AttemptSpan:
     attempt: int
     started_s: float
     ended_s: float | None
-    """None: it has not ended."""
+    """The end of the attempt, in seconds on the time line. None: the attempt has not ended."""
     outcome: Outcome | None
 
 
@@ -54,19 +54,21 @@ class Metrics:
     began_at: float
     """Unix time of second 0 of the time line: the first claim."""
     as_of_s: float
-    """The last moment known, on the time line."""
+    """The time of the last known event, in seconds on the time line."""
     attempts: Sequence[AttemptSpan] = field(repr=False)
-    """By rank and attempt."""
+    """The start and the end of each attempt, in the order of rank and attempt."""
     rows: Sequence[Row] = field(repr=False)
-    """All rows, by rank, attempt and time."""
+    """All rows, in the order of rank, attempt and time."""
     problems: Sequence[str]
     """A sentence for each part that is missing or could not be read."""
     origins: Mapping[tuple[int, int], float] = field(repr=False)
-    """By rank and attempt, the second of the time line at which it was claimed."""
+    """The time at which each attempt was claimed, by rank and attempt, in seconds on the time line."""
     left: Sequence[Left] = field(default=(), repr=False)
     """The work that was in no round when a DiLoCo was closed."""
     is_whole: bool = True
-    """False: rows are left out, evenly over each attempt, as there are too many. Sums are of those that are here."""
+    """False if there are too many rows, so that some are left out, evenly over each attempt. Sums then count only the
+    rows that are here.
+    """
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -136,7 +138,8 @@ class Metrics:
         """
         values = dict(row.values) if isinstance(row, Numbers) else asdict(row)
         head = {"kind": KINDS[type(row)], "rank": row.rank, "attempt": row.attempt, "s": self.at(row)}
-        # Twice: the first gives the order of keys, and the last protects against a reported name such as "rank".
+        # Given twice: the first use sets the order of the keys, and the last one protects them against a reported name
+        # such as "rank".
         return head | values | head
 
     def to_dict(self) -> dict[str, list[Any]]:

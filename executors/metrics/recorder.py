@@ -25,8 +25,8 @@ from executors.store.url import is_near
 SEGMENT_BYTES = 1 << 20
 # The time between two segments, in a directory and in a bucket, where each segment costs a request.
 NEAR_S, FAR_S = 5.0, 60.0
-# A share of the attempt's age: the time between segments grows, because otherwise a day would give 17,000 files per
-# replica.
+# The time between two segments, as a share of the attempt's age. It grows, because otherwise a day would give 17,000
+# files per replica.
 NEAR_SHARE = 0.01
 RETRY_S = 5.0
 WAITING_BYTES = 8 << 20
@@ -78,16 +78,18 @@ class Recorder:
         self._clock = clock
         self._is_near = is_near(store.url)
         self.on_line: Callable[[float, Mapping[str, Any]], None] | None = None
-        """Gets each line as it is kept, and its Unix time, in the thread of the recorder. Never waits."""
+        """Is called with each kept line and its Unix time, in the thread of the recorder. The function must not
+        wait.
+        """
         self.on_warning: Callable[[str], None] = lambda text: None
-        """Gets a sentence, once, when measurements cannot be written. Never waits."""
+        """Is called once with a sentence if measurements cannot be written. The function must not wait."""
         # The two threads share these. Each access is a single atomic operation.
         self._made = deque[tuple[float, Mapping[str, Any]]]()
         self._reported = deque[tuple[float, Mapping[str, float]]]()
         self._merged = list[tuple[float, dict[str, float]]]()
-        """At most one item: the numbers reported since the last line, and when the last of them was."""
+        """At most one item: the numbers that were reported since the last line, and the time of the newest report."""
         self._n_after_round = 0
-        """How many reports are to have a line of their own because a round was just before."""
+        """The number of next reports that get a line of their own, because a round has just ended."""
         self._line_s, self._line_at, self._n_lines = LINE_S, 0.0, 0
         # Only the thread of the recorder uses these.
         self._lines = list[bytes]()
@@ -105,7 +107,7 @@ class Recorder:
     def report(self, numbers: Mapping[str, float]) -> None:
         """Add reported numbers.
 
-        They get a line if one is due, or if they are the first or second report after a round.
+        The numbers get a line if a line is due, or if they are the first or second report after a round.
         """
         now = self._clock()
         try:

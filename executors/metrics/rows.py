@@ -29,11 +29,13 @@ Verdict = Literal["counted", "carried", "dropped"]
 MAX_SECONDS = 1e10
 MAX_NAME = 200  # characters of a reported number's name
 MAX_ENTRY = 2**53
-LARGEST = 1e300  # of a number, so that a sum of several numbers is finite
+LARGEST = 1e300  # the largest value of a number, so that a sum of several numbers is finite
 KEY = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/([0-9]{6,9})\.jsonl")
-"""Rank, attempt and number of a segment, behind `<run>/metrics/`."""
+"""Matches the rank, the attempt and the number of a segment in the part of its key after `<run>/metrics/`."""
 RESERVED = ("t", "verdict", "rss", "left_with", "left_out", "kind", "rank", "attempt", "s")
-"""Names that mean something else in a line or in a table: a number that is reported so is kept as `t_`."""
+"""The names that have another meaning in a line or in a table. A reported number with such a name, as `t`, is kept as
+`t_`.
+"""
 SECONDS = number(0.0, MAX_SECONDS)
 RANK = integer(0, 10**7)
 ATTEMPT = integer(0, 10**4)
@@ -43,16 +45,16 @@ NORM = nullable(AMOUNT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numbers:
-    """The numbers that one `report()` call got, as one line of a segment."""
+    """The numbers of one `report()` call, as one line of a segment."""
 
     rank: int
     attempt: int
     t: float
-    """Seconds since the attempt's claim, by its own clock; as in every row."""
+    """Seconds since the attempt's claim, by the clock of the replica."""
     values: Mapping[str, float]
-    """Finite ones below `LARGEST` only."""
+    """The reported numbers by name, without numbers that are not finite or above `LARGEST`."""
     not_finite: tuple[str, ...] = ()
-    """The names of the others."""
+    """The names of the numbers that are not finite or too large."""
 
     @classmethod
     def of(cls, line: Mapping[str, Any], rank: int, attempt: int, where: str, strange: Counter[str]) -> Numbers:
@@ -86,7 +88,7 @@ class Round(Record):
     rank: int = checked(RANK)
     attempt: int = checked(ATTEMPT)
     t: float = checked(SECONDS, unit="s")
-    """When the outer step was made."""
+    """The time of the outer step, in seconds since the attempt's claim."""
     entry: int = checked(integer(0, MAX_ENTRY))
     """The number of the round in the log, from 0."""
     fragment: int = checked(integer(0, 10**6))
@@ -102,7 +104,7 @@ class Round(Record):
     down: int = checked(integer(0, MAX_ENTRY), unit="bytes")
     """The bytes that the replica read from the store."""
     train_s: float = checked(SECONDS, unit="s")
-    """How long the replica trained since its round before."""
+    """How long the replica trained since its previous round."""
     wait_s: float = checked(SECONDS, unit="s")
     """How long the round waited for other replicas."""
     move_s: float = checked(SECONDS, unit="s")
@@ -132,7 +134,7 @@ class Round(Record):
     wire_error: float | None = checked(NORM, None, unit="share")
     """The part of the contribution that is rounding error of the wire. None if it was not measured."""
     same: tuple[int, ...] = checked(list_of(RANK), ())
-    """The ranks, its own included, that sent the same work: they train on the same data."""
+    """The ranks that sent the same work as this replica, with its own rank. They train on the same data."""
     clipped: tuple[int, ...] = checked(list_of(RANK), ())
     """The ranks whose work was scaled down in the mean, because it was much larger than the others' work."""
 
@@ -163,9 +165,9 @@ class Usage(Record):
     rank: int = checked(RANK)
     attempt: int = checked(ATTEMPT)
     t: float = checked(SECONDS, unit="s")
-    """When the resources were measured."""
+    """The time of the measurement, in seconds since the attempt's claim."""
     cpu: float = checked(number(0.0, 1e6), unit="cores")
-    """The processor cores that were busy, on average since the row before."""
+    """The average number of busy processor cores since the previous row."""
     rss: int = checked(integer(0, MAX_ENTRY), unit="bytes")
     """The memory that the process used."""
     gpu_mem: int | None = checked(nullable(integer(0, MAX_ENTRY)), None, unit="bytes")

@@ -25,7 +25,7 @@ READ_AT_ONCE = 256
 MAX_LOOKED_BACK = 8  # segments and attempts that are searched backward for a round
 
 AttemptKey = tuple[int, int]
-"""Rank and attempt."""
+"""The rank and the number of an attempt."""
 
 
 class _Segment(NamedTuple):
@@ -87,7 +87,7 @@ class Lines:
             self.problems.append(f"{refused[0]}{more}")
 
     def finish(self, numbers: Iterable[int]) -> Lines:
-        """Order the rows by time, and name missing segments.
+        """Order the rows by time, and name missing segments in `problems`.
 
         `numbers` are the numbers of the segments that were read.
         """

@@ -95,8 +95,8 @@ def get_executor(name: str, options: Mapping[str, Any] | None = None) -> Serverl
         options: keyword arguments of its constructor. An `OptionText` is converted to the type of its option.
 
     Raises:
-        UnknownBackendError, BackendError: see `executor_class`. Also if the backend's registered name differs from
-            `backend_name`.
+        UnknownBackendError, BackendError: see `executor_class`. It is also raised if the backend's registered name
+            differs from `backend_name`.
         ValueError: the backend does not have one of the options. The message names the most similar one.
     """
     cls = executor_class(name)
@@ -256,8 +256,8 @@ def _options_of_record(record: Placement, recordable: Recordable) -> Mapping[str
             known = ", ".join(sorted(recordable)) or "none"
             raise BackendError(
                 f"The run's record gives backend {record.backend!r} the option {name[:100]!r} = {str(value)[:100]!r}, "
-                f"which is not taken from a record. Those that are: {known}. If you want it, give the backend and its "
-                f"options yourself: --backend {record.backend} --option NAME=VALUE."
+                f"which is not taken from a record. Options that are: {known}. To use this one, give the backend and "
+                f"its options yourself: --backend {record.backend} --option NAME=VALUE."
             )
     return record.executor_options
 
@@ -317,7 +317,7 @@ def _unregistered_path(executor: ServerlessExecutor) -> str | None:
     path = import_path(executor)
     if executor.backend_name in BUILT_IN:
         return None if BUILT_IN[executor.backend_name] == path else path
-    with contextlib.suppress(BackendError):  # not registered at all
+    with contextlib.suppress(BackendError):  # the class is not registered
         if executor_class(executor.backend_name) is type(executor):
             return None
     return path
@@ -330,7 +330,7 @@ def is_recordable(value: Any, expected: type | re.Pattern[str]) -> bool:
     if isinstance(expected, re.Pattern):
         return isinstance(value, str) and expected.fullmatch(value) is not None
     if expected is float:
-        return is_plain_number(value) and value == value  # which NaN is not
+        return is_plain_number(value) and value == value  # NaN is not equal to itself
     if expected is dict:
         return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
     return isinstance(value, expected) and (expected is bool or not isinstance(value, bool))

@@ -54,7 +54,7 @@ class PlacedBackend:
         """The backend of these ranks.
 
         Raises:
-            BackendError: it is not installed on this machine.
+            BackendError: the backend is not installed on this machine.
         """
         if self._backend is None:
             self._backend = self._make()
@@ -397,7 +397,7 @@ class Placements(PlacedRanks, Backend):
         place = placed.placement
         backend = placed.backend if self._only is not None else check_single_ranks(placed.backend)
         settings, needed = start.spec.settings, start.spec.settings.min_replicas
-        if needed is not None:  # if all other ranks come, this part needs only the rest of `min_replicas`
+        if needed is not None:  # if all other ranks start, this part needs only the rest of `min_replicas`
             needed = min(max(1, needed - (len(start.ranks) - len(ranks))), len(ranks))
         limit_s = place.timeout_s or backend.default_timeout_s if start.timeout_s is None else start.timeout_s
         order = replace(start, gpu=place.gpu if start.gpu is None else start.gpu, timeout_s=limit_s)
@@ -405,7 +405,7 @@ class Placements(PlacedRanks, Backend):
         chaos = settings.chaos if place.backend == "local" else ()
         return backend.start_ranks(order.with_settings(min_replicas=needed, chaos=chaos), on_progress)
 
-    # --- the five verbs
+    # --- the five methods of the protocol
 
     def launch_replicas(self, *asked: Any, **more: Any) -> list[ReplicaHandle]:
         """Raise an error, because `executors.launch()` must begin a run on several backends.
@@ -473,7 +473,9 @@ class Placements(PlacedRanks, Backend):
         return TailedLog(lambda n_lines: self.stream_logs(handle, n_lines=n_lines))
 
     def find_handle(self, handle: ReplicaHandle, *, insists: bool = False) -> ReplicaHandle | None:
-        """Find a replica that has no handle yet. None also if its backend is not installed on this machine."""
+        """Find a replica that has no handle yet. None if there is no such replica, or if its backend is not installed
+        on this machine.
+        """
         backend = self._backend_of(handle)
         return None if backend is None else backend.find_handle(handle, insists=insists)
 

@@ -58,7 +58,7 @@ NOTE = "launched.json"
 PREPARING = ".preparing"
 LOCK = ".noting.lock"
 KNOWN_BY = (RUN_RECORD, NOTE, REMOVAL)
-"""A folder that has one of these files is a run's."""
+"""A folder with one of these files belongs to a run."""
 FORGOTTEN_S = 86_400  # the age at which a launch that failed before it wrote its run is no longer shown
 
 
@@ -86,13 +86,17 @@ class Note(Record):
     """This machine's note on a run. Other users cannot write it, although they may write the run's records."""
 
     rendezvous: str | None = checked(nullable(text()))
-    """The url of its store. None: the state directory, which may be moved."""
+    """The url of the run's store. None: the store is the state directory, which may be moved."""
     task_digest: str | None = checked(nullable(text(64, SHA256)), None)
-    """The sha256 of the task that was launched. None: it was launched elsewhere, and brought back here."""
+    """The sha256 of the task that this machine launched. None: another machine launched the run, and this machine only
+    resumed it.
+    """
     executor_options: Mapping[str, Any] = checked(json_object, {})
-    """The options with which its executor was made."""
+    """The options with which the run's executor was made."""
     more_options: Mapping[str, Any] = checked(json_object, {})
-    """The same of the others of a run on several backends: by backend, or by the name of what was added here."""
+    """The options of the other executors of a run on several backends, by the name of the backend or of the
+    addition.
+    """
     secrets: tuple[str, ...] = checked(list_of(text()), ())
 
     @property
@@ -257,7 +261,7 @@ def _is_here(run_id: str) -> bool:
 
 
 def is_state_dir(store_url: str) -> bool:
-    """Return whether a store is this user's state directory.
+    """Return True if a store is this user's state directory.
 
     Args:
         store_url: the url of the store.

@@ -30,8 +30,9 @@ class Part:
     backend_name: str
     ranks: tuple[int, ...]
     start: Callable[[Callable[[str], None]], list[ReplicaHandle]]
-    """Starts them, with a function that gets words on the progress. It raises LaunchError if it has started none, and
-    BackendError if the backend is not installed on this machine."""
+    """Starts the ranks. Its argument is called with a few words on the progress. It raises LaunchError if no rank has
+    started, and BackendError if the backend is not installed on this machine.
+    """
 
 
 def start_parts(
@@ -102,7 +103,7 @@ def _end_all(
 
     Outcomes are written last, because a rank with an outcome is not ended.
     """
-    _say("ending what was begun; Ctrl-C again leaves it to end when it comes up")
+    _say("ending the replicas whose start has begun; press Ctrl-C again to let them end by themselves when they start")
     # The services are asked first, because a store that does not answer must not keep paid jobs running.
     told = backend.end_jobs(JobsOfRun(run.run_id, run.store_url, run.launched_at, run.ranks), _say)
     if not told.is_complete:

@@ -42,7 +42,7 @@ RENDEZVOUS = "REPLICA_RENDEZVOUS"
 CONTRACT = (RANK, WORLD_SIZE, RUN_ID, ATTEMPT, RENDEZVOUS)
 # Only for the worker in a container, where a command starts the replica and no process forks it.
 TASK_DIGEST = "REPLICA_TASK_DIGEST"
-TASK_FOLDER = "REPLICA_TASK_FOLDER"  # the folder of the task, below the run; by default "task"
+TASK_FOLDER = "REPLICA_TASK_FOLDER"  # the folder of the task, below the folder of the run; by default "task"
 TIMEOUT_S = "REPLICA_TIMEOUT_S"
 BOOTSTRAP_S = "REPLICA_BOOTSTRAP_S"  # the seconds that fetching and installing took
 GPU = "REPLICA_GPU"  # the GPU that the launch asked for
@@ -63,7 +63,7 @@ FOR_THE_WORKER = (
 MEMBER = "REPLICA_MEMBER"  # the number of this process in a replica of several processes
 MEMBERS = "REPLICA_MEMBERS"
 OF_MEMBERS = (MEMBER, MEMBERS)
-PAGE = "REPLICA_PAGE"  # the file of the page, for the processes of a command
+PAGE = "REPLICA_PAGE"  # the path of the shared page, for the processes of a command
 NOTICE_S = "REPLICA_NOTICE_S"  # the time between a service's signal and the end of the container; a launch may set it
 LOST_AFTER_S = "REPLICA_LOST_AFTER_S"  # the silence after which a spare takes over a rank; a launch may set it
 UNSEEN = nullcontext()
@@ -146,24 +146,29 @@ class Replica:
     rendezvous: str
     """The url of the store. The keys of the run begin with `run_id`."""
     reported: dict[str, Any] = field(default_factory=dict, repr=False)
-    """The values that `report` got so far. The worker's heartbeat has them."""
+    """The values that `report` got so far. Each heartbeat of the worker has these values."""
     recorder: Recorder | None = field(default=None, repr=False)
     """Records measurements over time. None: nothing is recorded, as in a helper process."""
     warnings: WarningLog | None = field(default=None, repr=False)
     """Collects warnings, which are events of the run. None: they are only in the log, as in a helper process."""
     page: SharedPage | None = field(default=None, repr=False)
-    """Its page for the supervisor. None: it has no supervisor, or is a helper process."""
+    """The page that this process shares with its supervisor. None: there is no supervisor, or this is a helper
+    process.
+    """
     launched: LaunchedWith | None = field(default=None, repr=False)
-    """The launch of the run, from its task. If the start came with a digest of the task, the digest proves it. None: it
-    is a helper process, or alone."""
+    """The launch of the run, from the run's task. If the start came with a digest of the task, the digest proves the
+    launch. None: this is a helper process, or a process that `replicas` did not start.
+    """
     claimed_nonce: str | None = field(default=None, repr=False)
     """The random text of the attempt's claim. None: the process has no claim, as a helper process."""
     counted_step: int | None = field(default=None, repr=False)
     """The step that a DiLoCo has reached. None: no DiLoCo counts, or the script reports its own steps."""
     reports_own_steps: bool = field(default=False, repr=False)
-    """Whether the script has called `report(step=…)`. Its steps then replace those that a DiLoCo counts."""
+    """True if the script has called `report(step=…)`. The script's steps then replace the steps that a DiLoCo
+    counts.
+    """
     is_alone: bool = False
-    """Whether this process was not started by `replicas`. Then nothing of it is saved."""
+    """True if this process was not started by `replicas`. Then nothing of this process is saved."""
     at_end: list[Callable[[], None]] = field(default_factory=list, repr=False)
     """Functions to call after the entrypoint has returned."""
     at_failure: list[Callable[[], None]] = field(default_factory=list, repr=False)
@@ -173,13 +178,15 @@ class Replica:
     may_stay: Callable[[BaseException], bool] | None = field(default=None, repr=False)
     """Returns True if this process stays for the next attempt after an error of the entrypoint. None: it never does."""
     own_models: dict[str, float] = field(default_factory=dict, repr=False)
-    """A number for each model that the script changed after `close()`, by the name of its DiLoCo. Equal models have the
-    same number."""
+    """A number for each model that the script changed after `close()`, by the name of the DiLoCo. Equal models have the
+    same number.
+    """
     began_after_the_end: bool = field(default=False, repr=False)
-    """Whether a DiLoCo found the run complete when this attempt opened it: the attempt had no step left to make."""
+    """True if a DiLoCo of this attempt found when it was opened that the run has no steps left."""
     knows_rank: bool = field(default=False, repr=False)
-    """Whether the user's code has asked for this object, or its arguments or variables have `${rank}`. Then each
-    replica may do something else on purpose."""
+    """True if the user's code has asked for this object, or if the arguments or variables of the replica have
+    `${rank}`. Then replicas may differ on purpose.
+    """
 
     @property
     def member(self) -> int:
@@ -230,8 +237,8 @@ class Replica:
 
     @cached_property
     def previous_failure(self) -> str | None:
-        """The error line of this rank's attempt before this one. None if this is the first attempt, or if the attempt
-        before did not fail.
+        """The error line of this rank's previous attempt. None if this is the first attempt, or if the previous attempt
+        did not fail.
 
         The value comes from the outcomes in the store, so it is the same after each way of restarting. The first use
         reads the store.
@@ -248,7 +255,7 @@ class Replica:
         # A lower number may be an attempt that never ran: another process had claimed a later one.
         for number in range(self.attempt - 1, -1, -1):
             before = Attempt(self.store, self.run_id, self.rank, number)
-            outcome = retry(before.outcome, START, "the outcome of the attempt before")
+            outcome = retry(before.outcome, START, "the outcome of the previous attempt")
             if outcome is not None and outcome.reason != "fenced":
                 return outcome.headline or None if outcome.status is ReplicaStatus.FAILED else None
         return None
@@ -337,14 +344,14 @@ class Replica:
             loader = DataLoader(train, batch_size=32, shuffle=True)
             diloco = DiLoCo(model, total_steps=epochs * len(loader))   # the same number at every replica
 
-        The share has every `world_size`th item. If the items alternate, as in pairs that match and do not match in
-        turn, a share may have one kind alone. Permute such a data set first, in the same way on each replica. A data
-        set of `datasets` is split as that library splits it. The ranks of the launch have no item in common. The
+        The share has every `world_size`th item. If two kinds of items alternate, as with pairs that match and pairs
+        that do not, a share may have only one kind. Permute such a data set first, in the same way on each replica. A
+        data set of `datasets` is split as that library splits it. The ranks of the launch have no item in common. The
         longest share has one item more than the shortest, and every item is in a share. With `equal`, all shares are as
         long as the shortest, and up to `world_size - 1` items are in no share.
 
-        A replica that was added later has a rank of `world_size` or more. Its share has items that other replicas have,
-        too: one of `rank + 1` shares, or with `equal` the same number of items as every other share.
+        A replica that was added later has a rank of `world_size` or more. Its share has items that other replicas have
+        as well. It is one of `rank + 1` shares. With `equal`, it has the same number of items as every other share.
 
         Each replica must see the data set in the same order. Shuffle the share, and not the data set.
 
@@ -367,7 +374,7 @@ class Replica:
         Raises:
             TypeError: `dataset` is not a data set, or it has no order, as a set. Or `equal` is set for a stream of
                 `datasets`, whose number of items is not known.
-            ValueError: `dataset` has too few items, or `per` is another word.
+            ValueError: `dataset` has too few items, or `per` is neither "member" nor "replica".
         """
         from executors.replica.shard import share_of
 
@@ -383,7 +390,7 @@ class Replica:
     def report(self, *, step: int | None = None, loss: float | None = None, **numbers: float) -> None:
         """Report the progress.
 
-        It appears in the live table and `status` at most once a second, and over time in `Run.metrics()`.
+        The numbers appear in the live table and in `status`, at most once a second. `Run.metrics()` has them over time.
 
         The first two reports after a round are always recorded. A call takes a few microseconds, so you can call it at
         every step. Call it in the process that runs the entrypoint.
@@ -418,7 +425,7 @@ class Replica:
     def count_step(self, step: int) -> None:
         """Report the step that a `DiLoCo` has reached, unless the script reports its own step.
 
-        `DiLoCo.step()` calls this. It only writes two variables, so it takes less than a microsecond.
+        `DiLoCo.step()` calls this. The call only writes two variables, so it takes less than a microsecond.
 
         Args:
             step: the run's step, from 0.
@@ -437,7 +444,7 @@ class Replica:
         `report(step=…)` and `DiLoCo.step()` do this themselves.
 
         A supervisor treats a replica as hanging if it was idle for a minute, or worked for half an hour, since its last
-        mark. `--hang-timeout` sets another limit. Call this method, and those below it up to `ending_s`, in the thread
+        mark. `--hang-timeout` sets another limit. Call this method, `section`, `atomic` and `no_watchdog` in the thread
         that runs the entrypoint.
 
         Args:
@@ -457,7 +464,7 @@ class Replica:
         """Return a context manager for a section of code that has its own limit on hanging.
 
         Args:
-            name: the name of the section. Limits are learned for each name.
+            name: the name of the section. Limits are learned separately for each name.
             limit_s: seconds until a mark of progress is due, whether the replica is active or idle; more than 0. None,
                 the default: a limit learned from earlier sections of this name, as between two steps. inf is for code
                 that waits for other replicas. It limits only single calls in which Python does not run.
@@ -551,7 +558,8 @@ class Replica:
             self.page.open_training()
 
     def finish_training(self) -> None:
-        """Tell the supervisor that all DiLoCos of this process have ended. It no longer expects marks of progress.
+        """Tell the supervisor that all DiLoCos of this process have ended. From now on the supervisor expects no marks
+        of progress.
 
         A later mark of progress makes the supervisor expect marks again.
 
@@ -585,8 +593,8 @@ class Replica:
 
         Raises:
             FileNotFoundError: there is nothing at `path`.
-            ValueError: the name cannot be the name of a file, or `path` is a pipe, a socket or a device. Such parts of
-                a folder are left out, and stderr names them.
+            ValueError: the name cannot be the name of a file, or `path` is a pipe, a socket or a device. A pipe, socket
+                or device within a folder is left out, and a line on stderr names it.
 
         Example:
             replica.save_artifact("model.pt", "out/model.pt")
@@ -633,7 +641,8 @@ def find_replica() -> Replica | None:
         if _current is None and any(name in os.environ for name in CONTRACT):
             _current = replica_from(os.environ)
             if PAGE in os.environ and os.environ.get("RANK", "0") == "0":
-                # This process belongs to a command. The import is by name, because the worker is a room above this one.
+                # This process belongs to a command. The import is by name, because this module must not import the
+                # worker, which is a layer above it.
                 importlib.import_module("executors.worker.speaker").speak_for(_current)
         if _current is not None:
             _current.knows_rank = True
@@ -654,7 +663,7 @@ def current_replica() -> Replica:
     """Return this process's replica.
 
     A process that was not started by `replicas`, as with `python train.py`, is rank 0 of 1 and saves nothing. A line on
-    stderr explains this.
+    stderr explains that.
 
     Raises:
         ReplicasError: the environment has only some of the variables of a replica.
@@ -680,10 +689,10 @@ def _replica_alone() -> Replica:
 
 
 def set_current_replica(replica: Replica | None) -> None:
-    """Set this process's replica. Only the worker calls this.
+    """Set this process's replica. Only the worker calls this function.
 
     Args:
-        replica: the replica. None: there is none any more.
+        replica: the replica. None: this process is no longer a replica.
     """
     global _current
     with _lock:

@@ -39,8 +39,8 @@ def restartable(
     modules, the CUDA context and compiled kernels stay loaded. The restart policy of the launch (`--restarts`) decides
     as after every failure. A process that is killed, exits, or is no longer fit is replaced by a new one.
 
-    It has an effect on functions that a launch names as its entrypoint, in replicas of one process. Everywhere else the
-    decorated function is the plain function.
+    The decorator has an effect on functions that a launch names as its entrypoint, in replicas of one process.
+    Everywhere else the decorated function behaves like the plain function.
 
     Args:
         initialize: called with the replica before each call of the entrypoint, the first one included. An exception in

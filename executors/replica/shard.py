@@ -13,12 +13,16 @@ from typing import Any, NamedTuple, cast
 from executors.errors import kind_of
 
 SLICED = (list, tuple, range)
-"""A slice of exactly these types is whole: of a subclass it may lack the attributes."""
+"""The types of which a slice has all attributes. A slice of a subclass may lack some."""
 POSITION = ("state_dict", "load_state_dict")
-"""The state of a stream counts the items of all shares. Loaders that find none count the items of the share."""
+"""The methods of a stream's state, which a share does not have. The state counts the items of all shares. Loaders that
+find no such methods count the items of the share.
+"""
 FEW_COLUMNS = 64
 GOLDEN = 0.618033988749895
-"""Multiples of it, modulo 1, are far from each other, so the windows of added replicas differ."""
+"""The golden ratio, modulo 1. Its multiples, modulo 1, are far from each other, so the windows of added replicas
+differ.
+"""
 
 
 class Place(NamedTuple):
@@ -120,7 +124,7 @@ class _Part:
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Such as `__class__`, which a library may set on the share itself.
+        # An attribute such as `__class__`, which a library may set on the share itself.
         if name in self._OWN or name.startswith("__"):
             object.__setattr__(self, name, value)
             return
@@ -143,7 +147,7 @@ class Share(_Part):
 
     def __init__(self, dataset: Any, place: Place) -> None:
         super().__init__(dataset, place)
-        assert self._n_items is not None  # `share_of` makes a share of a stream otherwise
+        assert self._n_items is not None  # for any other type, `share_of` makes a share of a stream
         self.indices = place.indices(self._n_items)
 
     def __len__(self) -> int:
@@ -315,7 +319,7 @@ def _length_of(value: Any) -> int | None:
         return None
     try:
         return len(value)
-    # For example an array without dimensions, or a stream that inherits the method.
+    # For example, an array without dimensions has no length, and neither has a stream that inherits the method.
     except (TypeError, NotImplementedError):
         return None
 
@@ -333,6 +337,6 @@ def _problem_of(dataset: Any) -> str | None:
 
 
 def _is_a(value: Any, module: str, *names: str) -> bool:
-    """Return whether a value is an instance of a class of a module, which need not be loaded."""
+    """Return True if a value is an instance of a class of a module. The module need not be loaded."""
     kinds = tuple(getattr(sys.modules.get(module), name, type(None)) for name in names)
     return value is not None and isinstance(value, kinds)

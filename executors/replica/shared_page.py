@@ -22,24 +22,24 @@ TAIL_BYTES = 64 * 1024
 ATOMIC_LIMIT_S = 60.0  # `atomic` delays the end of a rank by at most this time
 HEAD_BYTES = 4096
 STEPS = "steps"
-"""The section that a rank is in when it is in none."""
+"""The section of a rank outside of any named section."""
 OTHERS = "others"
-"""The section of all names for which there was no room."""
+"""The section that stands for all names for which the page has no space."""
 # The slot of each value in the page, in doubles.
 (
     READY, BEAT, TICK, MARK, PROGRESS_MARKS, SAVED_MARKS, SINCE, ROW, LIMIT, UNWATCHED, ATOMIC_SINCE, ATOMIC_LEFT,
     ENDING_AT, NOTICE, STEP, ROUND, MAIN_THREAD, STACKS_FILE, N_STACKS, WRITTEN, HANG_RAISED_AT, CLAIMED,
     N_DECISIONS, BEATEN, LEFT_AT, LEFT_WITH, HAS_RESULT, STORE_FAILED,
     OPENED_AT, FINISHED_AFTER, BEAT_THREAD, HEARTBEAT_THREAD, RAISED_AT, SPEAKER, BEGAN,
-    WAITS_FOR, GO_ON,
-) = range(37)  # fmt: skip
+    WAITS_FOR, GO_ON, STRIKE, WATCHED,
+) = range(39)  # fmt: skip
 OF_PROCESS = (MAIN_THREAD, STACKS_FILE, BEAT_THREAD)
 """The slots that stay when the process of the page runs its next attempt."""
 # For each section: a name of 48 bytes, its longest interval, the number of intervals, its longest idle stretch.
 ROWS, ROW_SIZE, N_ROWS = 40, 9, 24
 LONGEST, COUNT, IDLE = 6, 7, 8
 NAME_BYTES = LONGEST * 8
-DIAGNOSIS = (ROWS + N_ROWS * ROW_SIZE) * 8  # the rest of the head
+DIAGNOSIS = (ROWS + N_ROWS * ROW_SIZE) * 8  # the other parts of the head of the page
 FIRST_ROW = ROWS + LONGEST
 NAN = math.nan
 
@@ -76,30 +76,36 @@ class SharedPage:
     tick = _Number(TICK)
     """The last time at which the rank's main thread executed bytecode."""
     step = _Number(STEP)
-    """The step that the rank has reached; nan if it has reported none."""
+    """The step that the rank has reached. nan if the rank has reported none."""
     mark = _Number(MARK)
-    """The time of the rank's last progress, or 0 if there was none."""
+    """The time of the rank's last progress. 0 if there was none."""
     progress_marks = _Number(PROGRESS_MARKS)
-    """How often the rank made progress."""
+    """The number of the rank's marks of progress."""
     saved_marks = _Number(SAVED_MARKS)
-    """How often the rank saved work that its next attempt need not do again."""
+    """The number of times that the rank saved work that its next attempt need not repeat."""
     since = _Number(SINCE)
-    """The begin of the present interval without progress, moved by the time in inner sections that have ended."""
+    """The beginning of the present interval without progress, moved forward by the time in inner sections that have
+    ended.
+    """
     unwatched = _Number(UNWATCHED)
-    """If it is more than 0, no limit applies."""
+    """The number of blocks without a watchdog that the rank is in. If it is more than 0, no limit applies."""
     atomic_since = _Number(ATOMIC_SINCE)
-    """Since when it is in a section that must not be interrupted, or 0."""
+    """The time at which the rank entered a block that must not be interrupted, or 0."""
     atomic_left = _Number(ATOMIC_LEFT)
     opened_at = _Number(OPENED_AT)
-    """The time when the rank last opened a DiLoCo; 0 if it has opened none."""
+    """The time at which the rank last opened a DiLoCo. 0 if the rank has opened none."""
     finished_after = _Number(FINISHED_AFTER)
-    """One more than the number of marks when the rank's last DiLoCo finished; 0 if none has."""
+    """The number of marks when the rank's last DiLoCo finished, plus 1. 0 if no DiLoCo has finished."""
     beat_thread = _Number(BEAT_THREAD)
-    """The native id of the thread that beats. Its activity does not count as the rank's."""
+    """The native id of the thread that writes beats into the page. Its activity does not count as activity of the
+    rank.
+    """
     heartbeat_thread = _Number(HEARTBEAT_THREAD)
-    """The native id of the thread that writes heartbeats and measurements. Its activity does not count either."""
+    """The native id of the thread that writes heartbeats and measurements. Its activity does not count as activity of
+    the rank.
+    """
     main_thread = _Number(MAIN_THREAD)
-    """The main thread's ident, by which a dump of the stacks names it."""
+    """The identifier of the main thread, as a dump of the stacks names it."""
     stacks_file = _Number(STACKS_FILE)
     """The descriptor, in the rank, of the file for its stacks, or -1."""
     n_stacks = _Number(N_STACKS)
@@ -107,36 +113,48 @@ class SharedPage:
     hang_raised_at = _Number(HANG_RAISED_AT)
     """The time at which the rank raised `HangError`, or 0 if it has not."""
     claimed = _Number(CLAIMED)
-    """One more than the number of the attempt that the rank has claimed, or 0 before its claim."""
+    """The number of the attempt that the rank has claimed, plus 1. 0 before the claim."""
     n_decisions = _Number(N_DECISIONS)
-    """The number of entries of the log that the supervisor had read when it started the rank. They do not block it."""
+    """The number of entries of the decision log that the supervisor had read when it started the rank. These entries do
+    not block the rank.
+    """
     left_at = _Number(LEFT_AT)
-    """The time from which the rank has only its exit functions left to run, or 0."""
+    """The time from which the rank only runs its exit functions, or 0."""
     left_with = _Number(LEFT_WITH)
     """The exit code of the rank, set together with `left_at`."""
     has_result = _Number(HAS_RESULT)
-    """1 if its entrypoint has returned a result."""
+    """1 if the entrypoint of the rank has returned a result."""
     store_failed = _Number(STORE_FAILED)
-    """1 if the run's store failed, so that the process could not begin, or could not record its outcome."""
+    """1 if the process could not begin, or could not record its outcome, because the run's store failed."""
 
     raised_at = _Number(RAISED_AT)
     """The time at which an exception of the entrypoint reached the worker, or 0."""
     speaker = _Number(SPEAKER)
     """The pid of the process of a command that reports for the replica, or 0 if there was none."""
     began = _Number(BEGAN)
-    """The time of the attempt's claim, from which measurements count, for such a process."""
+    """For a process that waits for its next attempt: the time of that attempt's claim, from which measurements
+    count.
+    """
     waits_for = _Number(WAITS_FOR)
     """The number of the attempt for which the process of a failed attempt waits, or 0."""
     go_on = _Number(GO_ON)
-    """The supervisor's answer: the number of the attempt that the process must run, -1 to end it, or 0 before the
-    answer."""
+    """The supervisor's answer to the process: the number of the attempt that it must run, -1 if it must end, or 0
+    before the answer.
+    """
+    watched = _Number(WATCHED)
+    """The pid of the process of a command that beats and handles the watchdog's signals in the place of the worker, or
+    0."""
+    strike = _Number(STRIKE)
+    """In the page of member 0: the number of the injected fault that another member must trigger now, plus 1. 0: none.
+    That member sets it to 0 when it begins.
+    """
 
     def __init__(self, after: SharedPage | None = None) -> None:
         self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)  # shared with forked children
         self._numbers = memoryview(self._memory)[:HEAD_BYTES].cast("d")
         self._rows: dict[str, int] = {}
         self._file = -1
-        """The descriptor of the page's file, for more processes that open it. -1: it has none."""
+        """The descriptor of the page's file, by which further processes open the page. -1: no file is open."""
         if after is not None:
             rows = slice(ROWS * 8, DIAGNOSIS)
             self._memory[rows] = after._memory[rows]
@@ -150,7 +168,7 @@ class SharedPage:
         self.deferred: BaseException | None = None
         """An exception that the rank raises when it leaves `atomic`."""
         self.knows_of_end = False
-        """Whether the rank has read that it must end."""
+        """True if the rank has read that it must end."""
         self.stacks_file = -1
         self._begin()
 
@@ -171,7 +189,7 @@ class SharedPage:
         self._begin()
 
     def follow_renewal(self) -> None:
-        """Forget what this process knows of its attempt before, after the supervisor has renewed the page."""
+        """Forget the previous attempt of this process, after the supervisor has renewed the page."""
         self._open.clear()
         self._row = FIRST_ROW
         self._written = self.n_atomic = 0
@@ -189,7 +207,7 @@ class SharedPage:
 
     @property
     def file(self) -> int:
-        """The descriptor of the page's file. -1: it has none that is open."""
+        """The descriptor of the page's file. -1: no file is open."""
         return self._file
 
     def keep_file(self) -> None:
@@ -222,7 +240,7 @@ class SharedPage:
         return page
 
     def detach(self) -> None:
-        """Continue with a private copy of the page in this process, as in a forked helper of the rank."""
+        """Use a private copy of the page in this process from now on, as in a forked helper of the rank."""
         head = self._memory[:HEAD_BYTES]
         self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)
         self._memory[:HEAD_BYTES] = head
@@ -242,7 +260,7 @@ class SharedPage:
         numbers, now, row = self._numbers, monotonic(), self._row
         gap = now - numbers[SINCE]
         is_start = row == FIRST_ROW and not numbers[PROGRESS_MARKS]
-        if gap > numbers[row] and not is_start:  # the time before the first mark does not count
+        if gap > numbers[row] and not is_start:  # the time before the first mark is not an interval without progress
             numbers[row] = gap
         numbers[row + 1] += 1
         numbers[PROGRESS_MARKS] += 1
@@ -281,7 +299,7 @@ class SharedPage:
         """End the innermost section.
 
         Args:
-            learns: whether the limit is learned from the time that the section took. Default True.
+            learns: True to learn the limit from the time that the section took. Default True.
         """
         numbers, now, row = self._numbers, monotonic(), self._row
         if learns:
@@ -394,7 +412,7 @@ class SharedPage:
     # -- written by the supervisor -----------------------------------------------------------------------------------
 
     def announce(self, at: float, notice: int = 0) -> None:
-        """Announce to the rank the time by which it must have ended.
+        """Tell the rank the time by which it must have ended.
 
         Args:
             at: the time by `time.monotonic`.
@@ -416,7 +434,7 @@ class SharedPage:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the user stopped the run, so that it ends at its next round."""
+        """True if the user stopped the run, so that the rank ends at its next round."""
         return bool(self._numbers[ENDING_AT]) and not self._numbers[NOTICE]
 
     @property
@@ -428,7 +446,7 @@ class SharedPage:
         """Note that the rank hangs.
 
         Args:
-            diagnosis: a sentence for the error of the rank. It is cut to the room in the page.
+            diagnosis: a sentence for the error of the rank. It is cut to the space in the page.
         """
         size = HEAD_BYTES - DIAGNOSIS
         self._memory[DIAGNOSIS:HEAD_BYTES] = diagnosis.encode()[:size].ljust(size, b"\0")

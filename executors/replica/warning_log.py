@@ -54,7 +54,7 @@ class WarningLog:
         self._now = now
         self._pid = os.getpid()
         self.on_first: Callable[[], None] = lambda: None
-        """Called for each of the first texts in the thread that warned, to wake the thread that writes."""
+        """Is called for each of the first texts, in the thread that warned. It wakes the thread that writes."""
         # Re-entrant: a signal handler that warns may interrupt the thread that holds it.
         self._lock = RLock()
         self._kept: dict[str, KeptWarning] = {}
@@ -62,7 +62,7 @@ class WarningLog:
         self._left_out = 0
         self._standstill: Standstill | None = None
         self._due_at: float | None = None
-        """The time of the next write. None: nothing is new."""
+        """The time of the next write. None: there is no new warning."""
 
     def add(self, text: str, place: str = "") -> None:
         """Add a warning. The call never raises and never waits for the store. It does nothing in a forked process.
@@ -115,7 +115,7 @@ class WarningLog:
         """Write new warnings if a write is due.
 
         Args:
-            is_last: write all new warnings now, even if the store has just failed. Default False.
+            is_last: True to write all new warnings now, even if the store has just failed. Default False.
 
         Returns: True if nothing is left to write.
         """
@@ -125,11 +125,12 @@ class WarningLog:
             record = KeptWarnings(warnings=[*self._kept.values()], left_out=self._left_out)
             self._due_at = None  # before the write, so that a warning during the write is due again
         store = self._attempt.store
-        if run_folder_was_deleted(store, self._attempt.run_id):  # a late write would bring the folder of the run back
+        # a late write would create the folder of the deleted run again
+        if run_folder_was_deleted(store, self._attempt.run_id):
             return True
         try:
             store.put(self._attempt.key(NAME), record.to_bytes())
-        except StoreError:  # the heartbeat logs it
+        except StoreError:  # the heartbeat's thread logs the error
             with self._lock:
                 self._be_due(RETRY_S)
         return self._due_at is None

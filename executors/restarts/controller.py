@@ -38,7 +38,7 @@ class AttemptStarter(Protocol):
         """
 
     def start(self, attempts: Mapping[int, int]) -> None:
-        """Start attempts that no other process has begun. A fork first ends the rank's current process.
+        """Start attempts that no other process has begun. The starter "fork" first ends the rank's current process.
 
         Args:
             attempts: the number of the attempt to start, by rank.
@@ -52,9 +52,9 @@ class RunSnapshot:
     newest: Mapping[int, int] = field(default_factory=dict)
     """The number of the newest attempt, by rank."""
     ends: Mapping[int, Outcome] = field(default_factory=dict)
-    """The outcome of the newest attempt, by rank. Ranks whose newest attempt has not ended are not in it."""
+    """The outcome of the newest attempt, by rank. Ranks whose newest attempt has not ended are left out."""
     has_progress: bool = False
-    """Whether any attempt of the run has reported a round, a step or other progress."""
+    """True if any attempt of the run has reported a round, a step or other progress."""
 
     @classmethod
     def of(cls, store: Store, run_id: str, world_size: int) -> RunSnapshot:
@@ -159,11 +159,11 @@ class RestartController:
         self._decided: dict[int, int] = {}
         """The last attempt of each rank whose end is known to have a decision."""
         self._known_ends = StalenessTracker(monotonic)
-        """For how long this controller has known of each end."""
+        """Measures for how long this controller has known each end."""
         self._starts: dict[int, Decision] = {}
         """The last entry that starts an attempt of each rank, among the entries that were applied."""
         self._n_applied = 0
-        """The number of entries of the log that `_starts`, `_policy` and `_decided` take into account."""
+        """The number of entries of the log that `_starts`, `_policy` and `_decided` include."""
         self._ready_at: dict[str, float] = {}
         """The time, by the monotonic clock, from which the attempts of an entry may begin. The key is its nonce."""
 
@@ -195,7 +195,7 @@ class RestartController:
         return self.advance_as_read(snapshot)
 
     def advance_as_read(self, snapshot: RunSnapshot) -> float | None:
-        """Do the same as `advance` for a caller that has just read the log."""
+        """Do the work of `advance` for a caller that has just read the log."""
         n_read = len(self.log.entries)
         self._apply_new_entries()
         waits = [self._decide_if_due(end, snapshot) for end in snapshot.ends.values()]
@@ -335,8 +335,8 @@ class RestartController:
         """Return the seconds until the attempts of an entry may begin, by this process's own monotonic clock."""
         assert self.starter is not None
         if entry.nonce not in self._ready_at:
-            # Another process decided it. That process gets CARRY_S to begin. The Unix time of the entry counts here,
-            # because a controller that makes a single pass has not seen the entry before.
+            # Another process added the entry. That process gets CARRY_S to begin the start. The Unix time of the entry
+            # counts here, because a controller that makes a single pass has not seen the entry before.
             is_ours = self.starter.how in ("fork", entry.how) and self.starter.how != "launch"
             carry_s = 0.0 if is_ours else min(CARRY_S, max(0.0, entry.at + CARRY_S - self._clock()))
             self._ready_at[entry.nonce] = self._monotonic() + max(self._wait_s(entry), carry_s)
@@ -358,10 +358,11 @@ class RestartController:
         self._n_applied = len(entries)
 
     def _close_skipped(self, rank: int, number: int, snapshot: RunSnapshot) -> bool:
-        """Record an end for attempts that were decided but never begun, because attempt numbers must have no gaps.
+        """Record an end for attempts that the log has decided to start and that never began, because attempt numbers
+        must have no gaps.
 
-        Returns: False, and records nothing, while the attempt before them has left no record. Its process may still
-            claim that attempt, or the next one if another process has claimed it.
+        Returns: False if nothing was recorded, because the attempt before them has left no record yet. The process of
+            that attempt may still claim it, or the next attempt if another process has claimed it.
         """
         numbers = range(snapshot.newest[rank], number)
         before, *skipped = [Attempt(self.log.store, self.log.run_id, rank, each) for each in numbers]

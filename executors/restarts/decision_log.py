@@ -45,10 +45,10 @@ from executors.store.url import is_near
 MAX_DECISIONS = 100_000
 MAX_DECISION_BYTES, MAX_LOG_BYTES = 512 << 10, 64 << 20  # parsed objects take eight times as much memory as these bytes
 MAX_RANK, MAX_ATTEMPT = 10**6, 10_000
-MAX_STARTS = 20_000  # in one entry: a launch has at most 10,000 ranks, and more may be added
+MAX_STARTS = 20_000  # ranks in one entry: a launch has at most 10,000, and more may be added
 MAX_WORDS = 2000
-MAX_TOTAL = 10**12  # steps or rounds of a run
-MAX_TRIES = 1000  # tries to append one entry, each of which another writer may win
+MAX_TOTAL = 10**12  # the most steps or rounds of a run
+MAX_TRIES = 1000  # tries to append one entry; in each try, another writer may be first
 ENDING, OTHERS = ("give_up", "stop", "cancel"), ("restart", "resume", "policy")
 UNPROVEN_FIELDS = ("rank", "ended", "why", "words", "within_s", "by", "nonce")
 """The fields of an entry that count without a proof. They only end ranks: they start nothing and change no rule."""
@@ -78,7 +78,7 @@ class Decision(Record):
 
     kind: str = checked(one_of(*ENDING, *OTHERS))
     rank: int | None = checked(nullable(integer(0, MAX_RANK)), None)
-    """The rank that the entry is about. None: all ranks, or no single one."""
+    """The rank that the entry is about. None: the entry is about all ranks, or about no single rank."""
     ended: int | None = checked(nullable(integer(0, MAX_ATTEMPT)), None)
     """The number of the ended attempt that the entry decides on."""
     start: dict[int, int] = checked(_attempts, {})
@@ -86,7 +86,7 @@ class Decision(Record):
     how: str | None = checked(nullable(text(40)), None)
     """The way of the start, as in "process", "fork", "launch" or "spare:0"."""
     charged: bool = checked(flag, False)
-    """Whether the restart counts against the budget."""
+    """True if the restart counts against the budget."""
     strikes: int = checked(integer(0, MAX_ATTEMPT), 0)
     """The number of charged attempts of the rank in a row that made no progress."""
     not_before: float = checked(number(LONG_AGO, FAR_AHEAD), 0.0)
@@ -99,7 +99,7 @@ class Decision(Record):
     reached: dict[str, float] = checked(_numbers, {})
     """The `round` and the `step` that the ended attempt reported last."""
     has_saved_marks: bool = checked(flag, False)
-    """Whether the ended attempt left work that the next attempt need not repeat."""
+    """True if the ended attempt left work that the next attempt need not repeat."""
     why: str = checked(text(MAX_WORDS), "")
     """The rule behind a give_up or a stop: `deterministic`, `no_progress`, `budget`, `refused`, `min_replicas`, `asked`
     or `not_started`."""
@@ -120,23 +120,24 @@ class Decision(Record):
     """The process that is about to start the attempts of a resume, as `identify_process` names it."""
     nonce: str = checked(text(100), "")
     at: float = checked(number(LONG_AGO, FAR_AHEAD), 0.0)
-    """The Unix time of the entry, by its writer's clock. Among proven entries it is never before the entry before it.
+    """The Unix time of the entry, by its writer's clock. Among proven entries, the times never decrease.
     """
     proof: str | None = checked(nullable(text(64, SHA256)), None)
     """In a signed run, the proof that the writer of the entry has the run's key."""
 
     @property
     def wait_s(self) -> float:
-        """The seconds that its attempts had to wait at the time of the decision."""
+        """The seconds that the entry's attempts had to wait at the time of the decision."""
         return max(0.0, self.not_before - self.at)
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether the process that was about to start its attempts is known to have ended."""
+        """True if the process that was about to start the entry's attempts is known to have ended."""
         return self.process is not None and has_ended(self.process)
 
     def left_s(self, now: float) -> float:
-        """Return the seconds that its attempts still have to wait, at most the wait at the time of the decision.
+        """Return the seconds that the entry's attempts still have to wait, at most the wait at the time of the
+        decision.
 
         Args:
             now: Unix time, by a clock that may differ from the writer's.
@@ -258,7 +259,7 @@ class DecisionLog:
         for _ in range(MAX_TRIES):
             self.read()
             for standing in self.entries[begin:]:
-                if standing.nonce == nonce:  # an earlier try wrote it, but its reply was lost
+                if standing.nonce == nonce:  # an earlier try wrote the entry, but its reply was lost
                     return standing
             entry = compute(self.entries)
             if entry is None:
@@ -291,12 +292,13 @@ class DecisionLog:
         """Fetch the next entry, which usually does not exist.
 
         At a far store a long log would take one round trip per entry. So the number of entries that are fetched
-        together doubles with each fetch that finds them all. Errors behind the end of the log do not matter.
+        together doubles with each fetch that finds them all. Errors of reads beyond the end of the log are ignored.
         """
         n_found = len(self.entries) - self._n_at_end
         if self._is_near or n_found < 2:
             return {index: self._get(index)}
-        from executors.store.parallel import MAX_THREADS, at_store  # its threads need modules that few replicas use
+        # imported only here, because threads need modules that few replicas use
+        from executors.store.parallel import MAX_THREADS, at_store
 
         indices = range(index, index + min(n_found, MAX_THREADS))
         return dict(zip(indices, at_store(self.store, self._try_to_get, indices), strict=True))
@@ -322,7 +324,9 @@ class DecisionLog:
         return entry if is_proven else entry.unproven(self._clock())
 
     def _proof(self, data: Any, key: str) -> str | None:
-        """Return the proof of an entry at its place in the log. It covers also fields that only later versions know."""
+        """Return the proof of an entry at its place in the log. The proof also covers fields that only later versions
+        know.
+        """
         if self._key is None:
             return None
         return proof_of_fields(self._key, "decision", key, json.loads(bytes(data)))

@@ -70,7 +70,7 @@ def describe_decision(entry: Decision, tally: RestartTally, run: str, alike: Col
     Args:
         entry: the entry.
         tally: the tally of the entries before it.
-        run: the name of the run for a command, as in "brave-otter-7f3a".
+        run: the name of the run in a command, as in "brave-otter-7f3a".
         alike: the ranks that ended the same way, if the entry is a stop. Default: not known.
     """
     if entry.kind == "restart":
@@ -114,7 +114,7 @@ def describe_wait(log: Sequence[Decision], index: int, launched: Restarts | None
         left_s = entry.left_s(now)
         return f"restarts {f'in {math.ceil(left_s)} s' if left_s > 0 else 'now'}: {entry.words}"
     if entry.kind == "give_up" and entry.why == "deterministic":
-        return f"given up: failed twice alike{_at_place(entry)} ({error_in(entry)})"
+        return f"given up: failed twice in the same way{_at_place(entry)} ({error_in(entry)})"
     if entry.kind == "give_up":
         return f"given up: {_why_given_up(entry, RestartTally(launched, log[:index]))}"
     return _line_of_stop(entry) if entry.kind == "stop" else ""

@@ -41,7 +41,8 @@ def end_others(failed: Attempt, outcome: Outcome, world_size: int) -> bool:
     why = describe_early_failure(failed.rank, outcome)
     log, ranks = DecisionLog(failed.store, failed.run_id), found.ranks(world_size)
     entries = log.read()
-    if not all(is_blocked(entries, rank) for rank in ranks):  # else another failed rank has added the order already
+    # otherwise another failed rank has already added the order
+    if not all(is_blocked(entries, rank) for rank in ranks):
         order_cancel(log, None, why)
     for rank in ranks:
         peer = Attempt(failed.store, failed.run_id, rank, found.newest(rank))

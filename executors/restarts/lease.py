@@ -3,7 +3,7 @@
 An attached run has `lease.json`. The launching process renews it for as long as it watches the run. The containers of
 a detached launch, resume or addition share a lease of their own, `starts/<nonce>.json`. The launcher renews that lease
 while it starts them, and releases it after it has written the last handle. So if a launcher dies before all containers
-were started, those that run do not cost money until their time limit.
+were started, the started ones end soon, and do not cost money until their time limit.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Lease(Record):
     at: float = checked(number(LONG_AGO, FAR_AHEAD), 0.0)
     """The Unix time of the last renewal, by the holder's clock."""
     detached: bool = checked(flag, False)
-    """Whether the lease was released: the containers continue, and need no more renewals."""
+    """True if the lease was released: the containers continue, and need no more renewals."""
 
 
 class LeaseHolder:
@@ -88,7 +88,7 @@ class LeaseHolder:
         self._holder = os.urandom(8).hex()
         self._others: Lease | None = None
         self._renewals = StalenessTracker()
-        """For how long no other process has renewed the lease."""
+        """Measures for how long no other process has renewed the lease."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._hold, name="replicas-lease", daemon=True)
 
@@ -98,12 +98,12 @@ class LeaseHolder:
         return self._others is not None and self._others.detached
 
     def start(self) -> None:
-        """Start to renew the lease. The first renewal is tried before this returns."""
+        """Start to renew the lease. The first renewal is tried before the call returns."""
         self._renew_or_warn()
         self._thread.start()
 
     def end(self) -> None:
-        """Stop to renew the lease. The containers end when it expires."""
+        """Stop renewing the lease. The containers end when the lease expires."""
         self._ended.set()
 
     def release(self) -> None:
@@ -125,7 +125,7 @@ class LeaseHolder:
         """Release the lease of containers that were all started, so that they continue on their own.
 
         Raises:
-            StoreError: the store did not take the release. The containers end when their lease expires.
+            StoreError: the store did not accept the release. The containers end when their lease expires.
         """
         self.end()
         retry(lambda: self._store.put(self._key, to_bytes(asdict(_released()))), REQUEST, "the lease of new replicas")
@@ -172,8 +172,8 @@ class LeaseWatch:
 
     A lease expires if its content has not changed for `limit_s`, by this process's clock. Reads that fail in an outage
     do not count, because an outage passes, and the process that renews the lease cannot write during it either. Reads
-    that are refused because of the credentials do count: after a whole lease of them, no process will ever see the
-    work of this container.
+    that are refused because of the credentials do count. If they are refused for the whole time of a lease, no process
+    will ever see the work of this container.
 
     Args:
         store: the run's store. It should try each request once.
@@ -325,7 +325,7 @@ def finish_start(lease: LeaseHolder | None, spec: RunSpec) -> None:
     """Release the containers of a detached start after all of them were started. An attached start keeps its lease.
 
     Args:
-        lease: the holder of their lease. None: they have no lease.
+        lease: the holder of the containers' lease. None: they have no lease.
         spec: the spec of the start.
 
     Example:

@@ -42,7 +42,7 @@ def _cancel(rank: int | None, words: str, entries: Sequence[Decision]) -> Decisi
 def abandon_run(store: Store, run_id: str, world_size: int, error: BaseException) -> None:
     """Record that a launch failed: all ranks are cancelled, so that no process waits for them.
 
-    A store that does not answer is ignored.
+    Errors of a store that does not answer are ignored.
 
     Args:
         store: the store of the run.
@@ -114,7 +114,7 @@ def order_resume(log: DecisionLog, start: Mapping[int, int], n_seen: int) -> Dec
 def take_back_resume(log: DecisionLog, start: Mapping[int, int], why: str) -> None:
     """Give up the ranks of a failed resume whose attempts have not begun.
 
-    Otherwise other processes would wait for them.
+    Otherwise other processes would wait for these ranks.
 
     Args:
         log: the log of the run.
@@ -131,7 +131,7 @@ def take_back_resume(log: DecisionLog, start: Mapping[int, int], why: str) -> No
         def entry(entries: Sequence[Decision], rank: int = rank, ended: int = number - 1) -> Decision | None:
             standing = decision_on(entries, rank, ended)
             if standing is None or (standing.kind, standing.by) != ("resume", this_process()):
-                return None  # another order has come since
+                return None  # another order was added since the ranks were chosen
             words = f"a resume failed: {why}"[:MAX_WORDS]
             return Decision(kind="give_up", rank=rank, ended=ended, why="not_started", words=words)
 
@@ -149,9 +149,9 @@ def order_policy(
 
     Args:
         log: the log of the run.
-        restarts: the restart policy. None: as before, which is the default.
-        hang: the limits on hanging. None: as before, which is the default.
-        totals: the new total of the run, under `total_steps` or `total_rounds`. None: as before, which is the default.
+        restarts: the restart policy. None, the default: it is not changed.
+        hang: the limits on hanging. None, the default: it is not changed.
+        totals: the new total of the run, under `total_steps` or `total_rounds`. None, the default: it is not changed.
 
     Raises:
         StoreError: the store does not answer, or holds an entry that cannot be parsed.
@@ -169,7 +169,7 @@ def order_policy(
 
 
 def stop_reason(entry: Decision) -> str:
-    """Return why an order ended a rank, in the words of the rank's cancel marker.
+    """Return the reason why an order ended a rank, as the text of the rank's cancel marker.
 
     Args:
         entry: the stop or the cancel.

@@ -160,7 +160,7 @@ class RestartView:
             try:
                 self._log.read()
                 self._problem = ""
-            except CorruptObjectError as error:  # no controller can read such a log, so no restart follows
+            except CorruptObjectError as error:  # no controller can read a damaged log, so no restart follows
                 self._problem = str(error)
 
     def _with_answer(

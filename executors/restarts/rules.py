@@ -20,8 +20,8 @@ LAST_CALL_S = 1.0
 OWN_REASONS = ("exception", "no_result", "result_not_serializable", "start_failed")
 MOST_REFUSED = 120  # refused starts in a row. They take about two hours, and a shortage of machines may last that long
 SAME_PROCESS = "process"
-"""How an attempt starts in the process of the attempt before."""
-MOST_PROCESS_STRIKES = 2  # with more strikes of a rank, a new process may help
+"""The start of an attempt in the process of the previous attempt."""
+MOST_PROCESS_STRIKES = 2  # from this number of strikes of a rank on, a new process may help
 OWN_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 
 
@@ -34,9 +34,9 @@ class RunFacts:
     launched_at: float
     """Unix time."""
     newest: Mapping[int, int] = field(default_factory=dict)
-    """The newest attempt of each rank, for restarts of all ranks together. Ranks that have succeeded are not in it."""
+    """The newest attempt of each rank, for restarts of all ranks together. Ranks that have succeeded are left out."""
     has_progress: bool = False
-    """Whether any attempt of the run has reported progress. An attempt that still runs counts, too."""
+    """True if any attempt of the run has reported progress. An attempt that still runs counts as well."""
     rank_groups: tuple[frozenset[int], ...] = ()
     """The ranks of each placement of the launch. Empty: the launch has one placement."""
 
@@ -164,7 +164,7 @@ def too_few_left(log: Sequence[Decision], ends: Iterable[Outcome], n: int, min_r
         log: the entries of the log.
         ends: the outcomes of the newest attempts.
         n: the number of ranks.
-        min_replicas: the least number. None: there is none, and the answer is False.
+        min_replicas: the least number of ranks that must succeed. None: there is none, and the answer is False.
     """
     since = _resumed(log)
     if min_replicas is None or any(e.kind == "stop" or (e.kind == "cancel" and e.rank is None) for e in since):
@@ -218,7 +218,7 @@ def _is_capped(recent: Sequence[Decision], name: str | None, cap: float) -> bool
 
 
 def _recent(charged: Sequence[Decision], policy: Restarts, now: float) -> Sequence[Decision]:
-    """Return the charged restarts of a rank within the span of time that the policy counts."""
+    """Return the charged restarts of a rank within the span of time that the policy limits."""
     return [entry for entry in charged if policy.per_s is None or entry.at > now - policy.per_s]
 
 

@@ -26,7 +26,8 @@ NEVER = float("inf")
 
 
 # More than 20 methods: it has two callers. The supervisor notes starts, claims and ends here, and asks for orders. The
-# controller uses it as the starter of attempts. Both sides need the newest attempts and their ends, which it holds.
+# controller uses it as the starter of attempts. Both sides need the newest attempts and their ends, which this class
+# holds.
 class RestartSession:
     """Decides what follows each ended attempt of a supervisor's ranks, and starts the next attempts as forks.
 
@@ -91,12 +92,12 @@ class RestartSession:
 
     @property
     def has_policy(self) -> bool:
-        """Whether a restart policy is in force, by the part of the log that was read."""
+        """True if a restart policy is in force, according to the part of the log that was read."""
         return policy_of(self._log.entries, self._spec.supervised_restarts) is not None
 
     @property
     def may_follow(self) -> bool:
-        """Whether another attempt of a rank may follow one that ends now."""
+        """True if another attempt of a rank may follow an attempt that ends now."""
         return self.has_policy and not self._is_closed and not self._only_reads_orders
 
     @property
@@ -106,7 +107,7 @@ class RestartSession:
 
     @property
     def is_pending(self) -> bool:
-        """Whether an attempt waits for its start, or an end for its decision."""
+        """True if an attempt waits for its start, or an end waits for a decision."""
         return self._keep_at < NEVER and not self._is_closed and not self._only_reads_orders
 
     def note_start(self, attempt: Attempt) -> None:
@@ -121,7 +122,7 @@ class RestartSession:
     def note_claim(self, attempt: Attempt) -> None:
         """Note the attempt that a rank's process has claimed.
 
-        It is a later one if another process had claimed the planned one.
+        This is a later attempt if another process had claimed the planned one.
 
         Args:
             attempt: the claimed attempt.
@@ -155,9 +156,9 @@ class RestartSession:
         A long log is read in several calls, so that the supervisor can look after its ranks in between.
 
         Args:
-            has_progress: whether a rank of this supervisor has reported progress.
-            is_busy: whether the supervisor has other work. Only without other work, the wait for a store that fails is
-                limited by `tolerance`.
+            has_progress: True if a rank of this supervisor has reported progress.
+            is_busy: True if the supervisor has other work. The wait for a failing store is limited by `tolerance` only
+                if there is no other work.
 
         Returns: True if the whole log was read and acted on.
         """
@@ -203,7 +204,7 @@ class RestartSession:
         return self.is_pending and (entry is None or entry.start.get(rank, -1) > end.attempt)
 
     def stays(self, attempt: Attempt) -> bool:
-        """Return True if an attempt was decided to run in the process of the attempt before.
+        """Return True if the log has decided that an attempt runs in the process of the previous attempt.
 
         Args:
             attempt: the attempt that begins.
@@ -217,7 +218,8 @@ class RestartSession:
         return {rank: entry for rank, entry in found.items() if entry is not None}
 
     def cancel_unstarted(self, rank: int, why: str) -> None:
-        """Record the next attempt of a rank as cancelled if it was decided and has not begun.
+        """Record the next attempt of a rank as cancelled, if the log has decided to start that attempt and it has not
+        begun.
 
         Args:
             rank: the rank.

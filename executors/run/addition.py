@@ -71,9 +71,9 @@ class AddedReplicas:
     """Replicas that were added to a run."""
 
     start_spec: StartSpec
-    """The values that start them, and start them again."""
+    """The values that start the new replicas, also for restarts."""
     lease: LeaseHolder | None
-    """The lease of their containers. None: they need none."""
+    """The lease of the containers of the new replicas. None: they need no lease."""
 
 
 @names_removal(lambda run: run)
@@ -107,7 +107,7 @@ def add_replicas(
     if settings.max_cost is not None:
         limit = "" if timeout_s is None else f": each may run for {name_duration(timeout_s)}, and again after a restart"
         what = f"max_cost={settings.max_cost:g} of run {run.run_id!r}"
-        print(f"replicas: {what} does not bound what is added{limit}", file=sys.stderr)
+        print(f"replicas: {what} does not limit the cost of added replicas{limit}", file=sys.stderr)
     package = None if task.record.code_sha256 else backend.package(task.record.entrypoint or len)
     own_task = None if package is None else add_code(task, package)
     place = Placement(
@@ -137,7 +137,7 @@ def add_replicas(
             raise _ended_meanwhile(run)
 
     def undo(error: BaseException, _: Sequence[int]) -> None:
-        order_cancel(log, ranks, launch_failed_message(error))  # so that no controller restarts them
+        order_cancel(log, ranks, launch_failed_message(error))  # so that no controller restarts the new ranks
         for rank in ranks:
             Attempt(run.store, run.run_id, rank).abandon(error)
 
@@ -223,7 +223,7 @@ def _check_start(run: RunView, backend: Backend, task: StoredTask, asked: Additi
     if backend.needs_shared_rendezvous and directory_of(store.url) is not None:
         raise BackendError(
             f"Run {run.run_id!r} meets in {store.url}, a directory that replicas on {name!r} do not see. Only a run "
-            "that was launched with a rendezvous that all reach can have replicas there: --rendezvous s3://BUCKET/…"
+            "whose rendezvous all replicas reach can have replicas there. Launch it with --rendezvous s3://BUCKET/…"
         )
     check_pickle_of(task, backend)
     words = task.record.command
@@ -239,7 +239,7 @@ def _check_bar(run: RunView, key: str | None) -> tuple[int, bool]:
     ranks.
 
     Raises:
-        LaunchError: new ranks are blocked and the run was not resumed since, because it is ending.
+        LaunchError: an order blocks new ranks, and the run was not resumed after it, because the run is ending.
     """
     entries = DecisionLog(run.store, run.run_id, key=key).read()
     order = blocking_order(entries, NO_RANK)

@@ -76,7 +76,7 @@ class Canceller:
 
         Raises:
             BackendError: the backend did not end some replicas. The message says how to end them. If the store
-                answers, they are blocked in the log and have cancel markers anyway.
+                answers, the replicas are still blocked in the log and have cancel markers.
         """
         self._end_at_all(ranks, BY_USER, blocks=True)
 

@@ -60,10 +60,10 @@ class ExternalController:
         self._controller = RestartController(log, context, starter=starter, spare=self._spare)
         self._gone: dict[tuple[int, int], SupervisorStatus] = {}
         self._known_ends = StalenessTracker()
-        """How long this process has known each end, by rank and attempt."""
+        """Measures how long this process has known each end, by rank and attempt."""
         self._problem = ""
         self._known_stops = StalenessTracker()
-        """How long this process has known each stop, by its nonce."""
+        """Measures how long this process has known each stop, by the nonce of the stop."""
         self._ended_by: set[str] = set()
 
     @property

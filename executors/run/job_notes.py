@@ -43,7 +43,7 @@ class NotedJob(Record):
 
     backend: str = checked(text(100))
     executor: str = checked(text(1000), "")
-    """The class of the executor, as in "pkg.mod:Class", if the backend's name does not lead to it; else empty."""
+    """The class of the executor, as in "pkg.mod:Class". Empty if the backend's name is enough to find the class."""
     options: Mapping[str, Any] = checked(json_object, {})
     """The options of the executor that are JSON."""
     store_url: str = checked(text())

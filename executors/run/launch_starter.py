@@ -34,7 +34,7 @@ class LaunchStarter:
     def __init__(self, backend: Backend, start_specs: Sequence[StartSpec], say: Callable[[str], None]) -> None:
         self.backend = backend
         self.free: Mapping[int, int] = {}
-        """The newest attempts, by rank, whose supervisor is gone, or leaves what follows to other processes."""
+        """The newest attempts, by rank, whose supervisor has ended or leaves the restart to other processes."""
         self.say = say
         self._start_specs = [*start_specs]
         self._busy: set[tuple[int, int]] = set()
@@ -97,7 +97,7 @@ class LaunchStarter:
     def _end(self, spec: RunSpec, error: MaxCostSpentError) -> None:
         """Record outcomes for attempts that no process will start, so that no other process waits for them."""
         self.say(f"attempt {spec.attempt} is not started: {error}")
-        with contextlib.suppress(StoreError):  # it is tried again later
+        with contextlib.suppress(StoreError):  # this process tries the record again later
             for rank in error.ranks:
                 attempt = Attempt(store_at(spec.store_url), spec.run_id, rank, spec.attempt)
                 if not attempt.has_intent():  # otherwise another process has claimed the start

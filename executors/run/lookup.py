@@ -59,10 +59,11 @@ def attach(
 
     Args:
         run: the id of a run that this machine knows, or `<rendezvous url>/<run id>`.
-        rendezvous: the url of its store, when `run` is an id.
-        executor: the executor of the launch, or its backend's name or class as `pkg.mod:Class`. An executor made from a
-            name gets the options that this machine noted, else the record's options. A run on several backends takes
-            several executors. None: the backend in the run's record, which must be installed on this machine.
+        rendezvous: the url of the run's store, if `run` is an id. None: the store that this machine has noted.
+        executor: the executor of the launch, or the name or class of its backend, as "modal" or "pkg.mod:Class". An
+            executor made from a name gets the options that this machine noted, else the record's options. A run on
+            several backends takes several executors. None: the backend in the run's record, which must be installed on
+            this machine.
 
     Raises:
         TypeError: the run is not a string, or an object is not an executor.
@@ -210,12 +211,12 @@ class UnreachableStore:
 
 
 def _run_ids(store: Store) -> Iterator[str]:
-    """Yield the ids of the runs in a store. In a directory, also of folders that this user may not read.
+    """Yield the ids of the runs in a store. In a directory, folders that this user may not read are included.
 
     A bucket may also have folders that are not runs.
 
     Raises:
-        StoreError: it cannot be listed.
+        StoreError: the store cannot be listed.
     """
     directory = directory_of(store.url)
     if directory is None:

@@ -47,7 +47,8 @@ MANY = 4096  # the number of objects in one batch of deletions
 P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
-MAX_PASSES = 20  # passes over the list: it may be older than a deletion, or a process may continue to write
+# the most passes over the list: a list may be older than a deletion, or a process may continue to write
+MAX_PASSES = 20
 
 
 def remove(run: RunView, on_progress: Callable[[str], None]) -> None:
@@ -80,7 +81,7 @@ def remove(run: RunView, on_progress: Callable[[str], None]) -> None:
         _mark_everywhere(run.store, run.run_id, removal)
 
     def mark_late() -> None:
-        """Write the record after the first deletions, if a full disk had no room for it before."""
+        """Write the record after the first deletions, if a full disk had no space for it before."""
         if not has_mark:
             _mark_everywhere(run.store, run.run_id, removal)
             _check_ended(run)
@@ -122,7 +123,7 @@ def names_removal(
 def _removal_behind(run: RunView) -> RunBeingRemovedError | None:
     """Return the error for a run that is being removed or was removed.
 
-    None if it was not, or the store does not answer.
+    None if the run was not removed, or its store does not answer.
     """
     try:
         # The function may have failed because of the store. Its error must not be delayed by minutes because of this
@@ -187,7 +188,7 @@ def _check_ended(run: RunView) -> bool:
 def _write(store: Store, run_id: str, removal: Removal) -> bool:
     """Write the record.
 
-    Return False if a full disk has no room for it: the removal continues, because it frees space.
+    Return False if a full disk has no space for the record. The removal continues, because it frees space.
     """
     try:
         write_removal(store, run_id, removal)

@@ -50,7 +50,7 @@ from executors.task.stored import StoredTask
 from executors.view.run_model import load_reader
 from executors.view.run_view import RunView
 
-MAX_NAME = 200  # of the name of a process in a record, in characters
+MAX_NAME = 200  # the longest name of a process from a record, in characters
 
 
 @names_removal(view_of)
@@ -77,22 +77,23 @@ def resume(
     """Start a new attempt of every rank that ended without succeeding.
 
     Args:
-        run: the run. Its replicas that still run are left alone.
-        ranks: start these ranks instead. Each must have ended. Default: all that ended without succeeding.
+        run: the run. Replicas that still run are not changed.
+        ranks: the ranks to start. Each must have ended. Default: all ranks that ended without succeeding.
         gpu: the GPU of each replica, as in "H100:2". Default: the GPU of the launch.
         timeout: how long each replica may run, in seconds. Default: the limit of the launch. In a run with `max_cost`,
             each rank gets no more than the rest of its share. A new run from a snapshot gets the whole amount again.
         env: the environment variables of the launch, with their values, because values are not recorded.
         secrets: the names of the secrets of the launch, if another machine launched the run.
         gather_s: how long to wait for more than `min_replicas` replicas, in seconds. Default: the time of the launch.
-        restarts: which ends are answered by a restart, for all ranks from now on: a number, a text as "3/1h,oom=0", or
-            a `Restarts`. "none" restarts nothing. Default: the current value.
+        restarts: the restart policy of all ranks from now on: a number, a text such as "3/1h,oom=0", or a `Restarts`.
+            "none" restarts nothing. Default: the current policy.
         hang_timeout: how long a replica may run without progress, for all ranks from now on. Default: the current
             value.
         start_timeout: how long a replica may take to its first progress, for all ranks from now on. Default: the
             current value.
         detach: True if the replicas continue when this process ends. Default: False.
-        task_digest: the sha256 of the task, for a run that another machine launched. `Run.task_digest` is it there.
+        task_digest: the sha256 of the task, for a run that another machine launched. `Run.task_digest` returns it on
+            that machine.
         trust_bucket: True starts the task that the run's store holds, with the credentials of this machine.
         from_snapshot: True begins a new run of the same task, under a new id and with all ranks, from the newest whole
             snapshot. Use it for a run whose store is damaged. The rounds after that snapshot are lost, and so is work
@@ -111,13 +112,14 @@ def resume(
 
     Raises:
         ValueError: no rank can be resumed, a rank of `ranks` still runs, or the run cannot be extended so. With
-            `from_snapshot`, no rank may run. Or a variable, a secret, an option or a key is missing here.
+            `from_snapshot`, it is also raised if any rank still runs. It is also raised if this machine lacks a
+            variable, a secret, an option or a key of the run.
         UntrustedTaskError: another machine launched the run, and the user gives neither its digest nor trust.
         BackendError: the backend cannot start single ranks, or one of several is not installed on this machine.
-        AlreadyResumedError: another process is resuming the same ranks. If it resumes only some of them, the others are
-            resumed here, and a line on stderr names the former.
-        LaunchError: the run was cancelled or stopped meanwhile, or a replica was refused. Replicas that were already
-            started have been ended.
+        AlreadyResumedError: another process is resuming the same ranks. If that process resumes only some of them, this
+            call resumes the others, and a line on stderr names the ranks that it left out.
+        LaunchError: the run was cancelled or stopped during the call, or the backend refused a replica. Replicas that
+            were already started have been ended.
         StoreError: the run was aborted, which is final for its id, or its task differs from the launch.
 
     Example:
@@ -214,7 +216,8 @@ def resume(
         if not begun:
             by_others = _who_resumes(view, overtaken)
             raise AlreadyResumedError(f"{by_others} Follow it: `replicas wait {shlex.quote(view.url)}`.")
-        # With `min_replicas`, some attempts may be missing because this process could not start them, or not yet.
+        # With `min_replicas`, some attempts may be missing, because this process could not start them or has not
+        # started them yet.
         if by_others := _who_resumes(view, overtaken, but=this_process() if enough else None):
             print(f"replicas: {by_others}", file=sys.stderr)
     found = Run(view.store, view.run_id, executor=placements)
@@ -353,7 +356,7 @@ def _check_backends(run: RunView, chosen: Collection[int]) -> None:
     Otherwise, replicas on other backends would be started and then ended.
 
     Raises:
-        BackendError: one is not installed on this machine.
+        BackendError: one of these backends is not installed on this machine.
     """
     missing: dict[int, BackendError] = {}
     for placed in {run.placements.at(rank): None for rank in chosen} if len(run.placements.placed) > 1 else ():
@@ -378,7 +381,7 @@ def _check_backends(run: RunView, chosen: Collection[int]) -> None:
 def _next_attempts(
     run: RunView, ranks: Sequence[int] | None, startable: Collection[int], *, is_extended: bool = False
 ) -> dict[int, int]:
-    """Choose the ranks to resume, and return the number of the next attempt of each.
+    """Choose the ranks to resume, and return the number of the next attempt of each rank.
 
     In an extended run, ranks that have succeeded are started again, too, and all ranks may still run.
 
@@ -393,7 +396,9 @@ def _next_attempts(
         if rank not in states:
             raise RunNotFoundError(f"Run {run.run_id!r} has no rank {rank}, but {name_ranks(states)}.")
         if not (states[rank].status.is_terminal or states[rank].restart.is_awaited):
-            raise ValueError(f"Rank {rank} of run {run.run_id!r} is {states[rank].status}; only what ended is resumed.")
+            raise ValueError(
+                f"Rank {rank} of run {run.run_id!r} is {states[rank].status}; only ranks that have ended are resumed."
+            )
     ended = [s for s in states.values() if s.status.is_terminal or s.restart.is_awaited]
     done = () if is_extended else (ReplicaStatus.SUCCEEDED,)
     asked = [s for s in ended if (s.status not in done if ranks is None else s.rank in ranks)]

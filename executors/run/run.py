@@ -41,7 +41,8 @@ class Run:
     Args:
         store: the store of the run.
         run_id: the id of the run.
-        executor: the executor of the run, several, or the name of one. None: the backends that the run's record names.
+        executor: the executor of the run, several executors, or the name of a backend. None: the backends that the
+            run's record names.
         handles: the handles of a launch of this process, in rank order. None: another process launched the run.
 
     Example:
@@ -70,7 +71,7 @@ class Run:
         view = view_of(self)
         try:
             about = f"{len(view.placements.ranks)} replicas on {view.backend!r}"
-        except ReplicasError:  # in a list of runs, one that cannot be read must not hide the others
+        except ReplicasError:  # in a list of runs, a run that cannot be read must not hide the others
             about = "cannot be read"
         return f"<Run {view.run_id!r}: {about}, {view.store.url}>"
 
@@ -96,7 +97,7 @@ class Run:
     def handles(self) -> list[Any]:
         """The handles of the replicas in rank order, for calls of the executor itself.
 
-        None stands for a replica whose handle this process cannot read, or which has none yet.
+        An element is None if this process cannot read the handle of the replica, or if the replica has no handle yet.
         """
         return view_of(self).handles
 
@@ -116,18 +117,18 @@ class Run:
         return view_of(self).status(reports=reports)
 
     def wait(self, timeout: float | None = None, *, n: int | None = None) -> bool:
-        """Wait until every replica has ended. Ctrl-C leaves the run alone.
+        """Wait until every replica has ended. Ctrl-C ends the wait, and the run continues.
 
         Args:
             timeout: the longest wait, in seconds. None, the default: no limit.
-            n: wait only until this number of replicas has ended. None, the default: all.
+            n: the number of replicas whose end is waited for. None, the default: all replicas.
 
-        Returns: False if the time was over first.
+        Returns: False if the time passed before that.
 
         Raises:
             ValueError: the run does not have `n` replicas.
-            StoreError: the store did not answer for a long time, or refuses this process.
-            BackendError: the backend could not be asked for a long time, or is not installed here.
+            StoreError: the store did not answer for longer than this process tolerates, or refuses its access.
+            BackendError: the backend did not answer for longer than this process tolerates, or is not installed here.
 
         Example:
             if not run.wait(timeout=3600):
@@ -138,10 +139,10 @@ class Run:
     def as_completed(self) -> Iterator[Outcome]:
         """Yield the outcome of each replica as soon as the replica has ended. The iterator ends with the run.
 
-        A rank that is resumed meanwhile comes again when its new attempt ends.
+        A rank that is resumed during the iteration is yielded again when its new attempt ends.
 
         Raises:
-            StoreError, BackendError: as for `wait`.
+            StoreError, BackendError: the store or the backend failed, as for `wait`.
 
         Example:
             for outcome in run.as_completed():
@@ -152,13 +153,14 @@ class Run:
     def results(self) -> list[Any]:
         """Wait for the end of the run, and return the value that each replica's entrypoint returned, in rank order.
 
-        If the run has `min_replicas` and that number of replicas gave a result, the result of the others is None. It is
-        also None for ranks that were cancelled alone, as with `cancel(rank=2)`, if any other rank gave a result.
+        If the run has `min_replicas`, and at least that number of replicas gave a result, the result of each other
+        replica is None. A rank that was cancelled alone, as with `cancel(rank=2)`, also has the result None if any
+        other rank gave a result.
 
         Raises:
-            ReplicaError: a replica gave no result. The error is the earliest failure, with the remote traceback as its
-                message. The other failures are its notes.
-            StoreError, BackendError: as for `wait`.
+            ReplicaError: a replica gave no result. The error is the earliest failure, and its message is the traceback
+                of the replica. The other failures are notes of the error.
+            StoreError, BackendError: the store or the backend failed, as for `wait`.
 
         Example:
             losses = launch("local", "train.py:main", n=4).results()
@@ -183,7 +185,7 @@ class Run:
         return view_of(self).outcomes()
 
     def events(self, follow: bool = False, note: Callable[[str], None] | None = None) -> Iterator[Event]:
-        """Yield what happened in the run so far, in the order of time: launches, ends, hangs, decisions.
+        """Yield the events of the run so far, in the order of time: launches, ends, hangs and decisions.
 
         Args:
             follow: True: continue with later events, until the run has ended. Default: False.
@@ -252,21 +254,24 @@ class Run:
         since: float | None = None,
         member: int | None = None,
     ) -> str | Iterator[str]:
-        """Return the last lines of the output of replicas. With several ranks, `[rank]` leads each line.
+        """Return the last lines of the output of replicas. With several ranks, each line begins with `[rank]`.
 
         Args:
-            rank: one rank, or several. None, the default: all.
-            tail: how many lines of each replica, and with "all" of each attempt. Default: 200.
+            rank: one rank, or several. None, the default: all ranks.
+            tail: the number of lines of each replica, or of each attempt if `attempt` is "all". Default: 200.
             follow: True: return an iterator over these and all later lines, which ends with the run. If a rank is
-                resumed meanwhile, the iterator continues with the new attempt. Default: False.
+                resumed during the iteration, the iterator continues with the new attempt. Default: False.
             attempt: the number of an attempt, or "all". None, the default: the newest attempt of each rank.
-            grep: only the lines in which this regular expression is found. None: every line.
-            since: only the lines of the last `since` seconds; not with `follow`. None: no limit.
-            member: only the lines of this process of each replica that has several. The lines of process 1 begin with
-                `[1] `, and those of process 0 with no number. None, the default: the lines of all processes.
+            grep: a regular expression. Only lines in which it is found are returned. None: every line.
+            since: seconds before now. Only lines since then are returned. It cannot be combined with `follow`. None: no
+                limit.
+            member: the number of a process, in replicas that have several. Only its lines are returned. The lines of
+                process 1 begin with `[1] `, and the lines of process 0 with no number. None, the default: the lines of
+                all processes.
 
         Raises:
-            ValueError: the run has no such rank, attempt or member, or no times of lines are known.
+            ValueError: the run has no such rank, attempt or member, or `since` is given and the times of lines are not
+                known.
             BackendError: no log could be read.
 
         Example:
@@ -281,7 +286,8 @@ class Run:
         return pieces if follow else "".join(pieces)
 
     def metrics(self) -> Metrics:
-        """Return the measurements of the run on one time line, and how its work was counted.
+        """Return the measurements of the run on one time line, and the amounts of work that were counted, dropped or
+        lost.
 
         Raises:
             StoreError: the store cannot be read.
@@ -293,10 +299,10 @@ class Run:
         return read_metrics(view.store, view.run_id, view.record)
 
     def artifacts(self, rank: int) -> list[Artifact]:
-        """List the files that a rank kept with `save_artifact`, in any of its attempts.
+        """List the files that a rank saved with `save_artifact`, in any of its attempts.
 
-        If several attempts kept a file of one name, the newest attempt's file is listed. Files of the newest attempt
-        come first. Objects whose names are not relative paths are left out; `replicas collect` names them.
+        If several attempts saved a file of the same name, the file of the newest attempt is listed. Files of the newest
+        attempt come first. Objects whose names are not relative paths are left out; `replicas collect` names them.
 
         Args:
             rank: the rank.
@@ -326,9 +332,9 @@ class Run:
         The trained parameters and float buffers are averages; `save_model` describes the other tensors.
 
         Args:
-            step: take the newest round at or before this step of the run. None: the newest. Rounds older than the
-                second newest snapshot are deleted.
-            rounds: take the newest round up to this number. None: the newest.
+            step: the step of the run. The newest round at or before it is taken. None: the newest round. Rounds older
+                than the second newest snapshot are deleted.
+            rounds: the number of a round. The newest round up to this number is taken. None: the newest round.
             name: the name of the DiLoCo, as given to `DiLoCo(name=…)`. Default "main".
             dtype: "live", the default, for the dtypes of the model, or "float32" for the averaged values.
             outer_optimizer: the run's own outer optimizer, as given to `DiLoCo(outer_optimizer=…)`. Without it, only
@@ -338,7 +344,7 @@ class Run:
             RunNotFoundError: the run has no DiLoCo of this name.
             DiLoCoError: the store no longer has this round. The message names the rounds that it has.
             ValueError: the run is signed, and this machine does not have its key.
-            MissingDependencyError: torch is not installed here.
+            MissingDependencyError: torch is not installed on this machine.
 
         Example:
             model.load_state_dict(attach("first-try").model())
@@ -367,11 +373,12 @@ class Run:
 
         Args:
             path: the path of the file.
-            step: take the newest round at or before this step of the run. None: the newest round.
-            rounds: take the newest round up to this number. None: the newest.
+            step: the step of the run. The newest round at or before it is taken. None: the newest round.
+            rounds: the number of a round. The newest round up to this number is taken. None: the newest round.
             name: the name of the DiLoCo. Default "main".
             dtype: "live", the default, for the dtypes of the model, or "float32" for the averaged values.
-            outer_optimizer: the run's own outer optimizer, as `model` describes it. None, the default: the usual one.
+            outer_optimizer: the outer optimizer of the run, as `model` describes it. None, the default: the run uses
+                the usual one.
 
         Returns: the content of the file, as `rounds`, `step`, `tensors`, `missing` (names of the model that the file
             does not have) and `notes`.
@@ -391,13 +398,13 @@ class Run:
         )
 
     def report(self, path: str | Path) -> Path:
-        """Write the run, as it is now, as one self-contained HTML page; return the path of the page.
+        """Write the present state of the run as one self-contained HTML page, and return the path of the page.
 
         Args:
             path: the file. An existing file is replaced.
 
         Raises:
-            OSError: there is no such folder, or it cannot be written to.
+            OSError: the folder does not exist, or the file cannot be written.
             StoreError, BackendError: the state of the run cannot be read.
 
         Example:
@@ -418,21 +425,21 @@ class Run:
         self._manager.show()
 
     def cancel(self, rank: Ranks = None) -> None:
-        """Cancel one replica, several, or all that still run. The other replicas stay as they are.
+        """Cancel one replica, several, or all replicas that still run. The other replicas are not changed.
 
-        Local replicas are gone when it returns. At a service, it returns when the service has accepted to end their
-        jobs; how long it takes to end a container is up to the service. It does not wait for a store that does not
-        answer. The service is asked all the same, and a line on stderr names the store.
+        When the call returns, local replicas have ended, and each service has accepted to end its jobs. A service may
+        take longer to end a container. The call does not wait for a store that does not answer. It asks the service all
+        the same, and a line on stderr names the store.
 
-        A queue may hold jobs whose replicas it has ended, and would start them again. The cancel of a whole run deletes
-        these as well, also if the run has ended.
+        A queue that has ended the replicas of a job may hold the job and start it again. The cancel of a whole run
+        deletes such jobs as well, also if the run has ended.
 
         Args:
-            rank: one rank, or several. None, the default: all.
+            rank: one rank, or several. None, the default: all ranks.
 
         Raises:
-            BackendError: a service did not end some jobs. The message says which, and how to end them. Their cancel
-                markers are in the store all the same, if that answers.
+            BackendError: a service did not end some jobs. The message says which, and how to end them. If the store
+                answers, it has the cancel markers of these replicas all the same.
             ValueError: the run has no such rank.
 
         Example:
@@ -441,15 +448,16 @@ class Run:
         self._manager.cancel([rank] if isinstance(rank, int) else rank)
 
     def stop(self, within_s: float = 600.0, wait: Callable[[float], bool] | None = None) -> None:
-        """End the run well; returns when its replicas are gone. `replicas resume` continues the run later.
+        """Let each replica finish its round and end, and return when all replicas have ended. `replicas resume`
+        continues the run later.
 
         Each replica ends after its next round, or when its entrypoint reads `replica.ending_s`. A replica that has not
         ended after `within_s` seconds is cancelled.
 
         Args:
             within_s: how long replicas have to finish their round, in seconds. Default: 600.
-            wait: waits for the end of the run, for at most the seconds that it is given; returns False if the run has
-                not ended then. None, the default: `wait` of this run.
+            wait: the function that waits for the end of the run. Its argument is the longest wait in seconds, and it
+                returns False if the run still runs after that. None, the default: `wait` of this run.
 
         Raises:
             ValueError: `within_s` is not a time.
@@ -474,25 +482,28 @@ class Run:
         trust_bucket: bool = False,
         on_progress: Callable[[str], None] | None = None,
     ) -> list[int]:
-        """Start `n` more replicas of the run, on any backend that reaches its rendezvous; return their ranks.
+        """Start `n` more replicas of the run, on any backend that reaches its rendezvous, and return their ranks.
 
-        They have new ranks, beyond the ranks of the launch, and join the others at their next round. From then on
-        `wait`, `results`, `cancel` and everything else count them. Their `world_size` stays the launch's, which never
-        changes. `Replica.shard` explains their share of the data. The run's `max_cost` does not limit them.
+        The new replicas have ranks beyond the ranks of the launch, and join the others at the next round. From then on
+        `wait`, `results`, `cancel` and all other methods include them. Their `world_size` is the number of replicas of
+        the launch, which never changes. `Replica.shard` explains their share of the data. The run's `max_cost` does not
+        limit them.
 
         Args:
             executor: the name of a backend, or an executor. If the run was launched without code for other machines,
                 replicas on other machines get the code of this folder.
-            n: how many replicas.
-            gpu: the GPU of each replica, such as "H100:2". "" means none. None, the default: the launch's.
-            timeout: the time limit of each replica, in seconds. None, the default: the launch's.
-            secrets: the names of secrets. None, the default: the launch's, which only a backend of the launch inherits.
+            n: the number of replicas.
+            gpu: the GPU of each replica, such as "H100:2". "" means no GPU. None, the default: the GPU of the launch.
+            timeout: the time limit of each replica, in seconds. None, the default: the limit of the launch.
+            secrets: the names of secrets. None, the default: the secrets of the launch, if the backend is one of the
+                launch's.
             env: the environment variables of the launch, which are not recorded. None, the default: no variables.
-            detach: True: the replicas continue when this process ends. They also do so if the whole run was detached
-                since its launch, by leaving `replicas watch` or by a resume with `detach`. Default: False.
+            detach: True: the replicas continue when this process ends. They also continue if the whole run was detached
+                after its launch: by a resume with `detach`, or by a user who ended `replicas watch`. Default: False.
             task_digest: the digest of the task of a run that another machine launched, as `replicas status` shows it
                 there. None, the default: this machine launched the run.
-            trust_bucket: True: start the task of such a run without its digest. Default: False.
+            trust_bucket: True: start the task of a run that another machine launched, without its digest. Default:
+                False.
             on_progress: called with a few words on the progress of the start, if it takes long. None, the default:
                 nothing is reported.
 
@@ -524,7 +535,7 @@ class Run:
 
         Raises:
             RunExistsError: a replica still runs, or is about to be started.
-            StoreError: something is left, or the store does not answer.
+            StoreError: some objects could not be deleted, or the store does not answer.
 
         Example:
             attach("first-try").remove()

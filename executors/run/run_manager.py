@@ -27,7 +27,7 @@ from executors.view.notebook import Display, in_notebook
 from executors.view.progress import View, open_view
 from executors.view.run_view import RunView
 
-if TYPE_CHECKING:  # most runs get no more replicas, so the module is imported when it is needed
+if TYPE_CHECKING:  # replicas are added to few runs, so the module is imported when it is needed
     from executors.run.addition import AdditionRequest
 
 UPDATE_S = 10.0  # the time that `add` waits for the store after its replicas were started
@@ -62,7 +62,7 @@ class RunManager:
 
         Args:
             timeout: the longest wait, in seconds. None: no limit.
-            n: how many replicas have to end. None: all.
+            n: the number of replicas whose end is waited for. None: all.
 
         Raises:
             ValueError: the run does not have `n` replicas.
@@ -163,12 +163,12 @@ class RunManager:
             )
 
     def stop(self, within_s: float, wait: Callable[[float], bool] | None = None) -> None:
-        """End the run well; see `Run.stop`.
+        """Let the replicas finish their round, and end the run; see `Run.stop`.
 
         Args:
             within_s: how long replicas have to finish their round, in seconds.
-            wait: waits for the end of the run, for at most the seconds that it is given; returns False if the run has
-                not ended then. None: `wait` of this manager.
+            wait: the function that waits for the end of the run. Its argument is the longest wait in seconds, and it
+                returns False if the run still runs after that. None: `wait` of this manager.
 
         Raises:
             ValueError: `within_s` is not a time.
@@ -179,7 +179,7 @@ class RunManager:
     def add(
         self, executor: str | ServerlessExecutor, asked: AdditionRequest, on_progress: Callable[[str], None]
     ) -> list[int]:
-        """Start more replicas of the run; return their ranks. See `Run.add`.
+        """Start more replicas of the run, and return their ranks. See `Run.add`.
 
         Args:
             executor: the name of a backend, or an executor.
@@ -214,7 +214,7 @@ class RunManager:
 
         Args:
             start_specs: the values that start the ranks again. Ranks without such values are left alone.
-            lease: the lease of the replicas, which ends with the run. None: they need none.
+            lease: the lease of the replicas, which ends with the run. None: they need no lease.
             say: called with a sentence on each start that failed. None: the sentences go to stderr.
             log: the decision log of the run, as far as the caller has read it. None: it is read from the beginning.
 
@@ -242,7 +242,7 @@ class RunManager:
     @property
     def tolerance(self) -> OutageTolerance:
         """The longest wait of this process for the run's store. A process that renews leases waits longest."""
-        if self._leases:  # it is responsible for paid jobs
+        if self._leases:  # this process is responsible for paid jobs
             return PAID_CONTROLLER
         return CONTROLLER if self._controller is not None or self._is_launcher else FOLLOWER
 

@@ -46,16 +46,18 @@ class StartPlan:
     backend: Backend
     """The placements of the run, or the backend that has all these ranks."""
     orders: Sequence[StartSpec]
-    """The ranks to start, at least one order. They are started one after the other."""
+    """The specs of the ranks to start, at least one. They are started one after the other."""
     lease: LeaseHolder | None = None
-    """The lease of the containers, which was not begun. None: they need none, or this process holds it already."""
+    """The lease of the containers, whose renewal has not begun. None: the containers need no lease, or this process
+    already renews it.
+    """
     prepare: Callable[[], None] = lambda: None
     """Writes what must be in the store, or on this machine, before the first replica starts."""
     undo: Callable[[BaseException, Sequence[int]], None] | None = None
-    """Records in the store that nothing of this start continues. It gets the error and the ranks that were started.
+    """Writes records into the store that prevent later starts. It gets the error, and the ranks that were started.
 
-    None: a start that fails is repeated by its caller, and finds what this one has left. Nothing is ended then: an
-    attempt of the same number may be another process's.
+    None: the caller repeats a failed start, and finds the replicas and records that this start has left. Then nothing
+        is ended, because an attempt of the same number may belong to another process.
     """
 
 
@@ -68,8 +70,9 @@ class Started:
     """
 
     handles: Mapping[int, Any]
-    """The handles by rank. A five-verb executor has handles of a type of its own. An attempt that another process began
-    first is not among them."""
+    """The handles by rank. An executor outside this project may have handles of its own type. Attempts that another
+    process began first are left out.
+    """
     lease: LeaseHolder | None
     """The lease of the containers. It is renewed for as long as the caller watches them."""
 
@@ -115,7 +118,9 @@ def start_attempts(plan: StartPlan, on_progress: Callable[[str], None] = no_prog
 
 
 def _keep_handles(store: Store, order: StartSpec, handles: Sequence[Any]) -> None:
-    """Write all handles into one object, which saves requests. Without it, readers read each handle alone."""
+    """Write all handles into one object, which saves requests. Without this object, readers read each handle
+    separately.
+    """
     if max(order.ranks) >= order.spec.world_size:  # not for added ranks: some readers do not know their backend
         return
     with contextlib.suppress(StoreError):

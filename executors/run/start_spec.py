@@ -29,7 +29,7 @@ from executors.task.record import LaunchedWith, Placement
 from executors.task.stored import StoredTask, read_task, task_folder_of
 from executors.view.run_view import RunView
 
-MAX_SHOWN = 100  # of an untrusted value in a message, in characters
+MAX_SHOWN = 100  # the longest untrusted value in a message, in characters
 
 
 def resumable_placements(run: RunView) -> Placements:
@@ -127,7 +127,7 @@ def start_specs_of(
 
 
 def spec_of(run: RunView, task: StoredTask, *, detach: bool) -> RunSpec:
-    """Return the part of the start values that is the same for all attempts of a run.
+    """Return the start values that are the same for all attempts of a run.
 
     Args:
         run: the run.
@@ -177,7 +177,7 @@ def _check_own_task(run: RunView, place: Placement) -> None:
 
 
 def check_pickle_of(task: StoredTask, backend: Backend) -> None:
-    """Check that replicas of a backend can load the callable of a task, if it is a callable.
+    """Check that replicas of a backend can load the entrypoint of a task, if it is a pickled callable.
 
     Args:
         task: the task.
@@ -214,8 +214,8 @@ def check_requirements(run: RunView, backend: Backend, task: StoredTask, own_tas
     its = task if own_task is None else read_task(run.store, run.run_id, own_task, task_folder_of(own_task))
     if others := [line for line in asked if line not in its.record.requirements]:
         raise ValueError(
-            f"The requirement {others[0]!r} of pip= is none of those that these replicas of run {run.run_id!r} were "
-            "launched with, and they get no others. Remove it, and use an image or environment that has it."
+            f"The requirement {others[0]!r} of pip= is new: run {run.run_id!r} was launched without it, and replicas "
+            "get no other packages later. Remove it, and use an image or environment that has it."
         )
 
 
@@ -281,7 +281,9 @@ def _code_in(folder: str, needed: Path | str) -> frozenset[str]:
 
 
 def _found_otherwise(module: str) -> ModuleSpec | None:
-    """Return a module that a special import hook finds, such as an editable install. It is the same in each folder."""
+    """Return a module that a special import hook finds, such as an editable install. Such a module is the same in each
+    folder.
+    """
     usual = (PathFinder, BuiltinImporter, FrozenImporter)
     others = [finder for finder in sys.meta_path if finder not in usual and hasattr(finder, "find_spec")]
     return next((spec for finder in others if (spec := finder.find_spec(module, None)) is not None), None)
@@ -316,8 +318,8 @@ def secrets_to_give(run: RunView, place: Placement, secrets: Sequence[str]) -> t
     if noted is None and (missing := sorted({*place.secrets} - {*secrets})):
         it, options = "it" if len(missing) == 1 else "all", " ".join(f"--secret {name}" for name in missing)
         raise ValueError(
-            f"{_who(run, place)} with the secret {missing[0]!r}, and this machine gives no secret away because a "
-            f"record names it. Name {it} again: {options} or secrets={missing}."
+            f"{_who(run, place)} with the secret {missing[0]!r}, and a name in a record is not enough to send "
+            f"a secret. Name {it} again: {options} or secrets={missing}."
         )
     return tuple(dict.fromkeys([*(noted or ()), *secrets]))
 
@@ -399,7 +401,7 @@ def trusted_task(run: RunView, *, task_digest: str | None = None, trust_bucket: 
 
     Raises:
         ValueError: `task_digest` is not a sha256, or both are given.
-        UntrustedTaskError: this machine did not launch the run, and the user gives neither a digest nor trust.
+        UntrustedTaskError: this machine did not launch the run, and the user gives neither a digest nor `trust_bucket`.
         StoreError: the run's task, or its record, differs from the launch.
 
     Example:
@@ -408,7 +410,7 @@ def trusted_task(run: RunView, *, task_digest: str | None = None, trust_bucket: 
     kept = run.task_digest
     if task_digest is not None:
         if trust_bucket:
-            raise ValueError("Give task_digest= or trust_bucket=True, not both: the first needs no trust.")
+            raise ValueError("Give either task_digest= or trust_bucket=True: with the digest, no trust is needed.")
         digest = _check_digest(task_digest)
     elif trust_bucket:
         digest = run.record.task_digest

@@ -42,16 +42,16 @@ class ReadTolerance:
         self._failed_at = self._looked_at = -math.inf
 
     def tolerant(self, look: Callable[[], bool]) -> Callable[[], bool]:
-        """Wrap a look so that a tolerated failure returns False.
+        """Return a function that looks at the run, and returns False after a failure that is tolerated.
 
-        If the wait ended with an error, an attached run would end.
+        Without this, an error would end the wait, and with it an attached run.
 
         Args:
             look: looks at the run, and returns True if the wait has ended.
 
         Raises:
-            StoreError, BackendError: the look failed for longer than the tolerance, or failed in a way that waiting
-                cannot mend.
+            StoreError, BackendError: the look failed for longer than the tolerance, or its error is one that waiting
+                cannot solve.
         """
 
         def tolerates() -> bool:
@@ -164,7 +164,7 @@ class Waiter:
     def end_early(self, now: RunStatus, option: str) -> str | None:
         """End the run after a failure before the first round, if the launch has `fail_fast`.
 
-        Return a sentence the first time.
+        The call returns a sentence only the first time that the run is ended.
 
         Supervisors and workers have the same check. But replicas of an executor outside this project, and killed
         replicas, cannot make it.
@@ -179,7 +179,7 @@ class Waiter:
             self._watches_for_failures = False
             them = "them" if len(now.failed_early) > 1 else "it"
             ranks = f"{name_ranks(now.failed_early)} {FAILED_EARLY}"
-            return f"{ranks}; the others train on without {them}. {option} ends the run instead."
+            return f"{ranks}; the others continue without {them}. {option} ends the run instead."
         first = f"rank {now.failed_early[0]} {FAILED_EARLY}"
         failed = next(state.outcome for state in now.replicas if state.rank == now.failed_early[0])
         alive = [state.rank for state in now.replicas if not state.status.is_terminal]

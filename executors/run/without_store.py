@@ -52,8 +52,8 @@ def end_without_store(
         on_progress: called with a sentence if a service takes longer than a minute.
 
     Raises:
-        StoreError, RunNotFoundError: this machine knows no job of the run, and the user names no backend. A
-            CorruptObjectError is `problem` itself.
+        StoreError, RunNotFoundError: this machine knows no job of the run, and the user names no backend. If `problem`
+            is a CorruptObjectError, this error itself is raised.
         BackendError: a service did not end some jobs. The message says which, and how to end them.
 
     Example:

@@ -38,29 +38,42 @@ class Restarts:
     """
 
     per_replica: int = 3
-    """How many charged restarts a replica has: in all, or in any `per_s` seconds. 0: only what is free."""
+    """The largest number of charged restarts of a replica, in all or in any `per_s` seconds. 0: only restarts that are
+    not charged.
+    """
     _: KW_ONLY
     per_s: float | None = None
-    """The seconds over which `per_replica` counts. None: the whole run."""
+    """The span in seconds in which `per_replica` counts. None: the whole run."""
     run: int | None = None
-    """How many charged restarts the whole run has. None: only its replicas' own count."""
+    """The largest number of charged restarts of the whole run. None: only the limit of each replica counts."""
     reasons: Mapping[str, float] = field(default_factory=dict)
-    """Caps for single reasons, or exit codes as text, over `DEFAULT_CAPS`. `inf`: such a restart is not charged."""
+    """The largest number of restarts after single reasons, or after exit codes given as texts. They replace those in
+    `DEFAULT_CAPS`. `inf`: such a restart is not charged.
+    """
     backoff_s: tuple[float, float] = (1.0, 60.0)
-    """The wait before a restart after an attempt that made no progress, doubled with each, and the longest."""
+    """The seconds to wait before a restart: the first wait after an attempt without progress, and the longest wait. The
+    wait doubles with each such attempt.
+    """
     no_progress: int = 3
-    """How many attempts in a row may end without progress."""
+    """The number of attempts in a row that may end without progress."""
     within_s: float | None = None
-    """No restart so long after the launch."""
+    """The seconds after the launch from which no restart is made. None: no limit."""
     together: bool = False
-    """Whether a restart names every rank: for replicas that talk to each other outside DiLoCo."""
+    """True if each restart starts all ranks again. Use it for replicas that communicate with each other outside
+    DiLoCo.
+    """
     only_preempted: bool = False
-    """Whether only a replica is started again whose machine its service took back; every other end stays as it is. This
-    is what a launch has that asks for no restarts."""
+    """True if only replicas are restarted whose machine the service took back. This is the policy of a launch that asks
+    for no restarts.
+    """
     nothing: bool = False
-    """Whether no end is answered, not even a preemption. In the log of decisions it replaces an earlier policy."""
+    """True if no end leads to a restart, not even a preemption. In the log of decisions, such a policy replaces an
+    earlier one.
+    """
     how: str = "fork"
-    """The narrowest way. "fork" is a new process where the old one was, and "launch" a new container or supervisor."""
+    """The least start that is used. "fork" starts a new process in the same place, and "launch" starts a new container
+    or supervisor.
+    """
 
     def __post_init__(self) -> None:
         for name, least, value in (
@@ -134,7 +147,7 @@ class Restarts:
 
     @classmethod
     def of(cls, asked: Restarts | int | str | None) -> Restarts | None:
-        """Return the policy for any form in which a user may give it.
+        """Return the policy that a user gives in any of its forms.
 
         Args:
             asked: a policy, the number of restarts of each replica, a text as for `parse`, or None for no policy.
@@ -244,7 +257,7 @@ class HangLimits:
             start_timeout: seconds, a duration such as `20m`, or `auto`. None: `auto`.
 
         Raises:
-            ValueError: one of them is not legal.
+            ValueError: one of the values is not legal.
 
         Example:
             HangLimits.of("2m:3m", "20m")
@@ -311,7 +324,7 @@ class HangLimits:
             start_timeout: seconds, a duration such as `20m`, or `auto`. None: unchanged.
 
         Raises:
-            ValueError: one of them is not legal.
+            ValueError: one of the values is not legal.
 
         Example:
             HangLimits.of("2m", "20m").changed(start_timeout="1h")
@@ -374,7 +387,7 @@ _CAPPED = tuple(reason for reason in REASONS if reason not in NEVER_RESTARTED)
 
 def _check_reason(reason: str, cap: float) -> None:
     if reason in NEVER_RESTARTED:
-        raise ValueError(f"restarts: what ended {reason} is never restarted, so {reason}= has no cap.")
+        raise ValueError(f"restarts: a replica that ended as {reason} is never restarted, so remove {reason}=.")
     if not EXIT_CODE.fullmatch(reason) and reason not in _CAPPED:
         raise ValueError("restarts: " + unknown_name("reason", reason, _CAPPED))
     if not (cap == math.inf or (0 <= cap <= MAX_RESTARTS and cap == int(cap))):

@@ -10,14 +10,14 @@ TAKES = f"procs (--procs) is a number from 1 to {MAX_PROCS}, 'gpu' or 'auto'"
 
 
 def procs_text(value: Any) -> str:
-    """Return the number of processes of each replica as a text that a record holds.
+    """Return the number of processes of each replica as text, in the form that records contain.
 
     Args:
         value: a number from 1 to 1024, the same as a text, "gpu" or "auto".
 
     Raises:
         TypeError: the value is neither an integer nor a text.
-        ValueError: the value is out of range, or another word.
+        ValueError: the number is out of range, or the text is not one of these words.
 
     Example:
         procs_text(2)  # "2"
@@ -31,11 +31,26 @@ def procs_text(value: Any) -> str:
     raise ValueError(f"{TAKES}, got {value!r}.")
 
 
-def gpus_asked(gpu: str | None) -> int | None:
-    """Return the number of GPUs that a launch asked for in each replica. None: it gave no number.
+def known_procs(procs: str | None, gpu: str | None) -> int | None:
+    """Return the number of processes of each replica. None: it is counted where a replica starts.
 
     Args:
-        gpu: the GPU of each replica, as in "H100:8". None: none.
+        procs: the setting. None: 1.
+        gpu: the GPU of each replica, as in "H100:8". None: no GPU.
+
+    Example:
+        known_procs("gpu", "H100:8")  # 8
+    """
+    if procs is None:
+        return 1
+    return int(procs) if procs.isdecimal() else gpus_asked(gpu)
+
+
+def gpus_asked(gpu: str | None) -> int | None:
+    """Return the number of GPUs that a launch requests for each replica. None: the launch gives no number.
+
+    Args:
+        gpu: the GPU of each replica, as in "H100:8". None: no GPU.
 
     Example:
         gpus_asked("H100:8")  # 8

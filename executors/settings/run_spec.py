@@ -14,7 +14,7 @@ from executors.settings.policy import Restarts, supervised
 from executors.store.run_key import RUN_KEY
 
 LEASE_S = 900.0
-"""How long containers continue while no process renews their lease."""
+"""How long containers continue while no process renews their lease, in seconds."""
 ATTACHED_LEASE = "lease.json"
 """The lease of an attached run, below the run."""
 
@@ -30,25 +30,26 @@ class RunSpec:
     task_digest: str
     """The sha256 of the run's task.json."""
     settings: Settings
-    """The settings of the run. Those that a resume or an addition has changed have their new values here."""
+    """The settings of the run. Settings that a resume or an addition has changed have their new values here."""
     ranks: tuple[int, ...]
     attempt: int = 0
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Additional environment of the replicas: it reaches them and is never recorded."""
+    """Additional environment variables of the replicas. They are never recorded."""
     secret_names: tuple[str, ...] = ()
     key: str | None = field(default=None, repr=False)
-    """The key of a signed run, in hexadecimal: it reaches the replicas as a secret and is never recorded."""
+    """The key of a signed run, in hexadecimal. Replicas get it as a secret, and it is never recorded."""
     launched_at: float = 0.0
     """Unix time of the launch."""
     lease_s: float | None = None
-    """How long the containers continue while no process renews their lease. None: they need none."""
+    """How long the containers continue while no process renews their lease, in seconds. None: they need no lease."""
     lease_name: str = ATTACHED_LEASE
-    """Which lease that is. The containers of a detached start have one of their own. Their launcher renews it until the
-    last of them is started; then they need none."""
+    """The name of the lease. The containers of a detached start share a lease of their own, which their launcher renews
+    until the last container has started. After that they need no lease.
+    """
     is_of_spares: bool = False
-    """True if `ranks` number spares of the run."""
+    """True if `ranks` are numbers of spares of the run."""
     task_folder: str = "task"
-    """Where the task is, under the run."""
+    """The path of the task's folder below the run."""
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RunSpec:

@@ -33,10 +33,12 @@ from typing import Any, Callable, NoReturn  # noqa: UP035 - so that Python 3.8 r
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 CANNOT_START = 78
-N_TRIES = 6  # with pauses of 8 s in total
-COST_OF_A_WRONG_OBJECT = 2  # tries: a torn reply is right the next time, and a replaced object stays wrong
+N_TRIES = 6  # tries of a request, with pauses of 8 s in total
+# reads of an object with a wrong digest: after a torn reply the next read is right, and a replaced object stays wrong
+COST_OF_A_WRONG_OBJECT = 2
 FIRST_WAIT_S = 0.25
-PASSING_STATUSES = (408, 409, 429)  # another try may succeed after these, and after all statuses from 500 on
+# another try may succeed after these HTTP statuses, and after all statuses from 500 on
+PASSING_STATUSES = (408, 409, 429)
 AWS = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
 PIN = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.+!_-]+)")
 SETTINGS_OF_PIP = ("index-url", "find-links", "no-index", "constraint")  # settings that uv ignores
@@ -51,7 +53,8 @@ class WrongObject(Exception):
 
 def main() -> None:
     began = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the first process of a container ignores it by default
+    # the first process of a container ignores this signal by default
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.path[:] = [path for path in sys.path if path]  # import no modules from the current directory
     if sys.version_info < (3, 11) or not hasattr(tarfile, "data_filter"):
         refuse(f"it needs Python 3.11.4 or later, this is {sys.version.split()[0]}. Use another image.")
@@ -72,14 +75,15 @@ def main() -> None:
     try:
         here = os.getcwd()
         folder = pathlib.Path(tempfile.mkdtemp(prefix="replica-", dir=here if os.access(here, os.W_OK) else None))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # if the start fails; else the worker removes it
+        # removes the folder if the start fails; otherwise the worker removes it
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         os.environ["REPLICA_FOLDER"] = str(folder)
         unpack(code, folder)
         workspace = folder / "workspace"
         workspace.mkdir(exist_ok=True)
-        os.chdir(workspace)  # the entrypoint's file, and requirements that are paths, are relative to it
+        os.chdir(workspace)  # the paths of the entrypoint's file and of requirements are relative to the workspace
     except OSError as error:
-        refuse(f"its code cannot be unpacked: {error}. Set TMPDIR to a folder with room that can be written.")
+        refuse(f"its code cannot be unpacked: {error}. Set TMPDIR to a folder with free space that you can write to.")
     requirements = [kept(each) if each in task.get("pins", ()) else each for each in task["requirements"]]
     if not all(is_satisfied(requirement) for requirement in requirements):
         progress = runpy.run_path(str(folder / "packages/executors/shipping/install_progress.py"))
@@ -119,8 +123,8 @@ def open_run(url: str, run_id: str) -> tuple[Get, Put]:
     try:
         import boto3
     except ImportError:
-        # Before the other packages. Their installation may take minutes, and its progress is written with boto3. It
-        # must not replace boto3 meanwhile.
+        # boto3 is installed before the other packages, because it writes the progress of their installation, which may
+        # take minutes. That installation must not replace boto3.
         install([os.environ.get("REPLICA_BOTO3", "boto3")])
         import boto3
     from botocore.config import Config
@@ -196,7 +200,7 @@ def fetched(get: Get, name: str, sha256: str) -> bytes:
 
 
 def may_pass(error: Exception) -> bool:
-    reply = getattr(error, "response", None)  # an error that the server sent has one
+    reply = getattr(error, "response", None)  # an error that the server sent has a response
     status = reply["ResponseMetadata"]["HTTPStatusCode"] if reply else 500
     return (status >= 500 or status in PASSING_STATUSES) and not isinstance(error, FileNotFoundError)
 
@@ -221,14 +225,16 @@ def installed(name: str) -> str:
 def is_satisfied(requirement: str) -> bool:
     """Return True if a requirement is an exact pin and its version is installed (`2.13.0+cpu` counts as 2.13.0)."""
     if requirement.startswith("--"):
-        return True  # it is an option, such as an index, and names no package
+        return True  # the line is an option, such as an index, and names no package
     pin = PIN.fullmatch(requirement)
     has = installed(pin[1]) if pin else ""
     return pin is not None and pin[2] in (has, has.partition("+")[0])
 
 
 def kept(pin: str) -> str:
-    """Return a pin of the image's own version if that is a later one, because it fits the rest of the image."""
+    """Return a pin of the version that the image has, if that version is later. It fits the other packages of the
+    image.
+    """
     name, _, version = pin.partition("==")
     has = installed(name)
     if not has or is_satisfied(pin) or release(has) < release(version):

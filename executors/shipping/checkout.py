@@ -27,7 +27,7 @@ class Checkout:
     commit: str | None = None
     """The commit that is checked out, or None outside a git repository."""
     dirty: bool | None = None
-    """Whether the files differ from that commit, or None if that is not known."""
+    """True if the files differ from that commit. None if that is not known."""
 
     @property
     def about(self) -> dict[str, Any] | None:

@@ -82,7 +82,7 @@ def _check_shipped(entrypoint: str | Callable[..., Any], root: Path, files: Sequ
 
 
 def _file_of(function: Any) -> Path | None:
-    """Return the user's file from which a replica must import a callable. None: it needs no such file."""
+    """Return the user's file from which a replica must import a callable. None: the callable needs no file."""
     named = named_by(function)
     module = sys.modules.get(str(getattr(named, "__module__", None)))
     file = getattr(module, "__file__", None)
@@ -107,8 +107,8 @@ def replica_environment(
     Args:
         run: the run.
         rank: the rank.
-        timeout_s: the time limit in seconds. None, the default: there is none.
-        gpu: the GPU that the launch asked for. None, the default: none.
+        timeout_s: the time limit in seconds. None, the default: no limit.
+        gpu: the GPU that the launch requests. None, the default: no GPU.
     """
     found = {
         environment.RANK: str(rank),

@@ -20,9 +20,9 @@ from executors.errors import EntrypointError, packages_of
 from executors.shipping.script_header import read_text, script_header, toml_of
 from executors.task.stored import installed_version
 
-# The packages that our code imports inside a replica. A launcher needs more.
+# The packages that our code imports inside a replica. A launcher needs further packages.
 OURS = ("torch", "numpy", "xxhash", "blake3", "tenacity", "cloudpickle", "inotify_simple", "boto3", "platformdirs")
-DISTRIBUTION = "serverless-replicas"  # not installed, because the packed code has this very version
+DISTRIBUTION = "serverless-replicas"  # never installed, because the package of code contains this project itself
 INDEX = re.compile(r"--(?P<option>index-url|extra-index-url|find-links)(?:\s*=\s*|\s+)(?P<value>\S+)")
 SHORT = {"-i": "--index-url", "-f": "--find-links"}
 INCLUDE = re.compile(r"(?:-r|--requirement)(?:\s*=\s*|\s+|(?<=-r))(?P<file>\S+)")
@@ -36,7 +36,7 @@ def requirements_of(
     Args:
         pip: the user's requirements. Empty: the requirements in the files of the workspace.
         root: the workspace.
-        script: the entrypoint's file. None, the default: it has none.
+        script: the entrypoint's file. None, the default: the entrypoint has no file.
 
     Raises:
         EntrypointError: a file cannot be read, or has an option that replicas do not accept, or a version that no index
@@ -57,7 +57,7 @@ def requirements_of(
     users = _without_ours(users)
     named = {package_name_of(line) for line in users}
     if "torch" in named:
-        # This machine may only launch, and have no torch. Then training needs what the extra adds beside torch.
+        # A machine that only launches may have no torch. Then replicas need the other packages of the extra as well.
         for line in packages_of("diloco"):
             pins.setdefault(canonicalize_name(Requirement(line).name), line)
     if not any(INDEX.fullmatch(line) for line in users) and (local := next(filter(_is_local, users), None)):

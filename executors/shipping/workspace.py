@@ -34,7 +34,7 @@ from executors.shipping.checkout import GitQuery, git
 from executors.task.code_package import Package
 
 WORKSPACE, PACKAGES = "workspace", "packages"  # the archive's two folders
-LIMIT_BYTES = 64 << 20  # of all the user's files together
+LIMIT_BYTES = 64 << 20  # the largest size of all the user's files together
 OURS = ("executors", "diloco")
 SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
 SECRET_NAMES = (
@@ -42,7 +42,7 @@ SECRET_NAMES = (
     "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "*.p12", "*.pfx", "*.jks", "*.kdbx",
 )  # fmt: skip
 EXAMPLES_OF_SECRETS = (".env.example", ".env.sample", ".env.template", ".env.dist")
-KEY_FILES = ("*.pem", "*.key")  # certificates have such names, too, and the training may need them
+KEY_FILES = ("*.pem", "*.key")  # certificates have such names as well, and the training may need them
 LARGEST_KEY_BYTES = 1 << 20
 KEY_MARK = b"PRIVATE KEY-----"
 LIST = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")

@@ -181,7 +181,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def kept_artifacts(store: Store, rank: int, prefix: str) -> list[Artifact]:
-    """Return the files that the attempts of a rank kept. If several attempts kept a name, the newest attempt's counts.
+    """Return the files that the attempts of a rank saved. If several attempts saved a file of one name, the newest
+    attempt's file counts.
 
     All attempts count, because an attempt that continues from a checkpoint does not save the files of earlier attempts
     again. Files of newer attempts come first. So if two names cannot both be paths below a folder, the newer file is

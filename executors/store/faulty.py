@@ -41,10 +41,11 @@ class FaultPoint:
     verb: Verb | Literal["*"]
     """The method of the store. `*` is any method."""
     key: str
-    """A shell pattern in which `*` also matches slashes. A table of named points has `{rank}` in it, and
-    `{round}` (1, 2, 3, …) or `{index}` (one less)."""
+    """A shell pattern in which `*` also matches slashes. The patterns of named points contain `{rank}`, and `{round}`
+    (counted from 1) or `{index}` (counted from 0).
+    """
     inside: bool | None = None
-    """True means only reads that begin inside an object, False only the other reads, and None any read."""
+    """True: only reads that begin inside an object. False: only other reads. None: any read."""
 
     def matches(self, verb: Verb, key: str, inside: bool) -> bool:
         return self.verb in ("*", verb) and self.inside in (None, inside) and fnmatch.fnmatchcase(key, self.key)
@@ -67,8 +68,8 @@ class FaultyStore:
         store: the store that does the work.
         seed: the seed of all random faults.
         delay_s: the longest random wait before each call, in seconds. Default 0.
-        lost: the share of calls that are done and then raise `StoreError`, 0 to 1. Default 0.
-        error: the share of calls that raise `StoreError` and do nothing, 0 to 1. Default 0.
+        lost: the share of calls that are made and then raise `StoreError`, 0 to 1. Default 0.
+        error: the share of calls that raise `StoreError` and have no effect, 0 to 1. Default 0.
         corrupt: the share of reads that return one wrong bit, 0 to 1. The stored object does not change. Default 0.
         truncate: the share of reads that return too few bytes, 0 to 1. Default 0.
         sleep: waits for the given number of seconds. Default: `time.sleep`.
@@ -128,12 +129,13 @@ class FaultyStore:
         Args:
             verb: the method of the store, as in `FaultPoint`.
             key: a pattern for the key, as in `FaultPoint`. For `list` it is compared with the prefix. Default: any key.
-            inside: which reads count, as in `FaultPoint`. Default: any read.
-            count: 1 is the next such call. None is every such call. Default 1.
-            action: "error" raises `StoreError` and does nothing. "lost" does the call and then raises `StoreError`.
-            before: is called before the call is done, for example to kill the process or to raise.
-            after: is called when the call is done, before it returns. Calls that fail do not count, such as a read of
-                a missing key.
+            inside: selects reads that begin inside an object, as in `FaultPoint`. Default: any read.
+            count: the number of the call: 1 is the next such call. None is every such call. Default 1.
+            action: "error" raises `StoreError` instead of the call. "lost" makes the call and then raises `StoreError`.
+            before: a function that is called before the store's call, for example to kill the process or to raise an
+                error.
+            after: a function that is called after the store's call, before the result is returned. Calls that fail,
+                such as a read of a missing key, are not counted.
 
         Raises:
             ValueError: the verb or the action is unknown, count is below 1, or not exactly one of action, before and
@@ -215,7 +217,7 @@ class FaultyStore:
         return result
 
     def _hit(self, verb: Verb, key: str, inside: bool, *, is_done: bool) -> Sequence[_Fault]:
-        """Count a call, and return the faults that hit it: those before the call, or those after it is done."""
+        """Count a call, and return the faults that hit it: the faults before the call, and the faults after it."""
         matching = [
             fault
             for fault in self._faults

@@ -39,8 +39,8 @@ from executors.store.protocol import (
     check_size,
 )
 
-UNFINISHED = ".unfinished~"  # the names of hidden files begin with this, so no key may
-MAP_FROM_BYTES = 128 * 1024  # below this, copying is cheaper than the page faults of a mapping
+UNFINISHED = ".unfinished~"  # the names of hidden files begin with this text, so no key may begin with it
+MAP_FROM_BYTES = 128 * 1024  # below this size, a copy is cheaper than the page faults of a mapping
 ALIGNED_BYTES = 2 << 20  # a large page on x86 and most ARM machines
 PRUNING_RACES = 1000  # how often in a row another process may remove a folder before this one uses it
 LEFTOVER_S = 86400  # a hidden file that has not changed for this time was left by a killed writer
@@ -86,7 +86,7 @@ class FileStore:
     def put_if_absent(self, key: str, data: Data) -> bool:
         path = self._path(key)
         if os.path.isfile(path):
-            return False  # so an object that exists is not written a second time for nothing
+            return False  # if the object exists, this check saves a useless write
         with self._translated_errors("create", key), self._new_file() as file:
             file.write(data)
             return file.link(path)
@@ -139,7 +139,7 @@ class FileStore:
         folder, _, start_of_name = prefix.rpartition("/")
         segments = folder.split("/") if "/" in prefix else []
         if any(segment in ("", ".", "..") for segment in segments) or prefix.startswith(UNFINISHED):
-            return iter(())  # no key begins like that
+            return iter(())  # no key begins with this text
         return self._walk(os.path.join(self._folder, folder), f"{folder}/" if folder else "", start_of_name)
 
     def delete(self, key: str) -> None:
@@ -150,7 +150,7 @@ class FileStore:
                     os.unlink(os.path.basename(path), dir_fd=folder)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return
-        with contextlib.suppress(OSError):  # the first folder that is not empty ends the loop
+        with contextlib.suppress(OSError):  # the loop ends at the first folder that is not empty
             while (path := os.path.dirname(path)) != self._folder:
                 os.rmdir(path)
 
@@ -169,7 +169,7 @@ class FileStore:
         hidden = None
         try:
             descriptor, path = open_unnamed(self._folder, 0o666)
-        except OSError as error:  # macOS, or a file system without such files
+        except OSError as error:  # macOS, and some file systems, have no files without a name
             if error.errno not in NO_ANONYMOUS_FILES:
                 raise
             flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
@@ -204,7 +204,7 @@ class FileStore:
 
     def _walk(self, folder: str, folder_key: str, start_of_name: str) -> Iterator[Entry]:
         if len(folder_key) > MAX_KEY_BYTES:
-            return  # no key is so long, and the recursion would run out of stack
+            return  # no key is this long, and a deeper recursion would run out of stack
         rows: list[tuple[str, os.stat_result | None]] = []
         with self._translated_errors("list", folder_key):
             try:
@@ -214,9 +214,11 @@ class FileStore:
                         if is_hidden or not entry.name.startswith(start_of_name):
                             continue
                         if entry.is_dir(follow_symlinks=False):
-                            rows.append((f"{entry.name}/", None))  # with the slash, it sorts like the keys in it
+                            # with the slash, the folder is sorted like the keys in it
+                            rows.append((f"{entry.name}/", None))
                             continue
-                        with contextlib.suppress(FileNotFoundError):  # deleted while we list
+                        # another process deleted the folder during the listing
+                        with contextlib.suppress(FileNotFoundError):
                             rows.append((entry.name, entry.stat(follow_symlinks=False)))
             except (FileNotFoundError, NotADirectoryError):
                 return
@@ -256,7 +258,7 @@ class FileStore:
         """Remove the hidden files that were last written before a time by the file system's clock."""
         with contextlib.suppress(OSError), _opened(self._folder, os.O_RDONLY) as folder, os.scandir(folder) as found:
             for entry in found:
-                with contextlib.suppress(OSError):  # another user owns the file, or it is gone
+                with contextlib.suppress(OSError):  # another user owns the file, or another process has removed it
                     if entry.name.startswith(UNFINISHED) and entry.stat(follow_symlinks=False).st_mtime < before:
                         os.unlink(entry.name, dir_fd=folder)
 
@@ -297,7 +299,8 @@ def _owner_hint(path: Path) -> str:
     """Return a sentence that names the owner of the first folder on a path that this process may not read."""
     found = ""
     for place in (*reversed(path.parents), path):
-        with contextlib.suppress(OSError, KeyError):  # it is below that folder, or its owner has no name here
+        # the path is below a folder that cannot be read, or its owner has no name on this machine
+        with contextlib.suppress(OSError, KeyError):
             found = f" {str(place)!r} belongs to {place.owner()}."
             asked = os.R_OK | (os.X_OK if place.is_dir() else 0)
             if not os.access(place, asked, effective_ids=os.access in os.supports_effective_ids):
@@ -332,7 +335,8 @@ class _NewFile:
     def write(self, data: Data) -> None:
         """Write all buffers.
 
-        They are not written through a mapping. There, a full disk would be a SIGBUS instead of an error.
+        The buffers are not written through a mapping. With a mapping, a full disk would be a SIGBUS instead of an
+        error.
         """
         pending = [
             buffer[at : at + WRITEV_MAX_BYTES]
@@ -347,7 +351,7 @@ class _NewFile:
                 pending[0] = pending[0][written:]
 
     def link(self, path: str) -> bool:
-        """Give the file a name; False if the name is taken."""
+        """Give the file a name. Return False if the name is taken."""
         # A directory descriptor makes Python call linkat(AT_SYMLINK_FOLLOW); link(2) would not follow /proc/self/fd/N.
         # The source is absolute, so the descriptor itself is never looked at.
         try:
@@ -405,7 +409,8 @@ def _in_folder_of(root: str, path: str, act: Callable[[int, str], T]) -> T:
     for _ in range(PRUNING_RACES):
         with contextlib.suppress(FileNotFoundError), _opened(parent) as folder:
             return act(folder, name)
-        with contextlib.suppress(FileNotFoundError, FileExistsError):  # such a `delete` also interferes with mkdir
+        # a `delete` that removes empty folders also interferes with mkdir
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
             make_folder(root, parent)
     with _opened(parent) as folder:
         return act(folder, name)

@@ -92,7 +92,7 @@ class Inventory:
     def __or__(self, other: Inventory) -> Inventory:
         """Return the records of both inventories.
 
-        Records are never removed. So two listings together are right, even if the later one is out of date.
+        Records are never removed. So the union of two listings is right, even if the later listing is out of date.
         """
         warnings = {
             key: max(each for each in (self.warnings.get(key), other.warnings.get(key)) if each)

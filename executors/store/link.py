@@ -160,7 +160,7 @@ def _seconds(act: Callable[..., Any], *arguments: Any) -> float:
 
 
 class _CallerEndedError(Exception):
-    """The process that wants the measurement has ended."""
+    """Raised if the process that asked for the measurement has ended."""
 
 
 def _main(url: str, prefix: str, index: str, stdin: IO[str], stdout: IO[str]) -> int:

@@ -29,7 +29,7 @@ class Entry:
     key: str
     size_bytes: int
     modified_at: float
-    """When the object was last written, in seconds since the epoch by the store's clock. No replica decides by it."""
+    """The Unix time of the last write, by the store's clock. No replica bases a decision on this time."""
 
 
 @runtime_checkable
@@ -56,7 +56,7 @@ class Store(Protocol):
 
         Args:
             key: the key of the object.
-            data: its bytes. A sequence of buffers is written as one object, without a copy in memory.
+            data: the bytes of the object. A sequence of buffers is written as one object, without a copy in memory.
 
         Returns:
             True if this call created the object. False if the key has an object already, which stays as it is.
@@ -67,7 +67,7 @@ class Store(Protocol):
 
         Args:
             key: the key of the object.
-            data: its bytes. A sequence of buffers is written as one object, without a copy in memory.
+            data: the bytes of the object. A sequence of buffers is written as one object, without a copy in memory.
         """
 
     def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
@@ -114,8 +114,9 @@ class StreamingStore(Store, Protocol):
         Args:
             key: the key of the object.
             head_bytes: the size of the object's head, which is made last.
-            produce: makes the object. It is not called if the key is known to be taken. It may overwrite a buffer
-                after it has passed the buffer on. If it raises, the error is raised here and nothing is created.
+            produce: the function that makes the object. It is not called if the key is known to be taken. It may
+                overwrite a buffer after it has passed the buffer on. If it raises an error, this method raises that
+                error and creates nothing.
         """
 
 

@@ -80,9 +80,9 @@ def run_exists(store: Store, run_id: str) -> bool:
 def run_was_deleted(store: Store, run_id: str) -> bool:
     """Return True if the record of a run that existed is gone. It looks three times within two seconds.
 
-    One answer may be out of date, so it is not enough, and a store that fails gives False. Neither may end a replica.
-    Use this function for a decision that ends something. For a write that must not create the run's folder again,
-    `run_folder_was_deleted` is enough.
+    A single answer may be out of date, so several are needed. A store that fails gives False, because an outage must
+    not end a replica. Use this function for a decision that ends something. For a write that must not create the run's
+    folder again, `run_folder_was_deleted` is enough.
 
     Args:
         store: the run's store.

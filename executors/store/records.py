@@ -19,7 +19,7 @@ from executors.errors import CorruptObjectError, KeyNotFoundError, StoreError
 from executors.store.protocol import Store, check_size
 
 MAX_RECORD_BYTES = 1 << 20
-MAX_DEPTH = 220  # a result may have 200, and its record adds some
+MAX_DEPTH = 220  # the deepest nesting: a result may have 200 levels, and its record adds some
 TOO_DEEP = f"it is nested deeper than {MAX_DEPTH}"
 MAX_TEXT = 64 * 1024  # characters
 MAX_SHOWN = 60  # characters of a bad value in a message
@@ -29,9 +29,11 @@ GONE_PAUSES_S = (1.0, 1.0, 0.0)  # the pauses after three looks for an object th
 
 T = TypeVar("T")
 Parse = Callable[[Any, str, str], T]
-"""Makes a record of the bytes of an object, its key, and the url of its store."""
+"""A function that makes a record from the bytes of an object, its key, and the url of its store."""
 Check = Callable[[Any], T]
-"""Returns a JSON value as a typed value. Raises ValueError with the expected kind of value as its text."""
+"""A function that returns a JSON value as a typed value. It raises ValueError with the expected kind of value as its
+text.
+"""
 
 
 def to_bytes(record: Any) -> bytes:
@@ -104,7 +106,7 @@ def exists(store: Store, key: str) -> bool:
 def is_gone(store: Store, key: str) -> bool:
     """Return True if an object that existed was deleted. It looks three times within two seconds.
 
-    One answer may be out of date, so it is not enough. A store that fails gives False.
+    A single answer may be out of date, so several are needed. A store that fails gives False.
 
     Args:
         store: the store.
@@ -423,7 +425,7 @@ def is_plain_number(value: Any) -> bool:
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return value != value or abs(value) < 1e300  # no math.isnan: an integer may be too large for a float
+    return value != value or abs(value) < 1e300  # `math.isnan` would fail for an integer that is too large for a float
 
 
 def is_json(value: Any) -> bool:

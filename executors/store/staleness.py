@@ -29,7 +29,7 @@ class StalenessTracker:
         self._clock = clock or (lambda: time.monotonic())
         self._longest_gap_s = longest_gap_s
         self._seen: dict[Hashable, tuple[Any, float, float]] = {}
-        """By key, the last value, the time of the last look, and the seconds that had counted by then."""
+        """For each key: the last value, the time of the last look, and the seconds that had counted by then."""
 
     def note(self, key: Hashable, value: Any = None) -> float:
         """Note a look, and return for how many seconds the value has not changed: 0.0 at the first look.

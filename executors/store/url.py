@@ -177,9 +177,9 @@ def is_directory(path: Path) -> bool:
     """
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name with a zero byte
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with a zero byte is a ValueError
         return False
-    except OSError as error:  # Path.is_dir raises some of these, too
+    except OSError as error:  # Path.is_dir raises some of these errors as well
         raise StoreError(f"Cannot look at {path}: {error.strerror}.", url=path.absolute().as_uri()) from error
 
 

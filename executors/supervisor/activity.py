@@ -1,4 +1,4 @@
-"""Measures what a process and its descendants do: processor time, disk and pipe traffic, TCP traffic.
+"""Measures the activity of a process and its descendants: processor time, disk and pipe traffic, TCP traffic.
 
 A supervisor measures this only for a rank that has made no progress for some seconds. The answer distinguishes work
 without reports (an evaluation, a compilation, an upload) from a hang.
@@ -33,12 +33,16 @@ N_SAMPLES = 5
 RUNNABLE_SHARE = 0.8
 """A tree that had something to run in this share of the samples is active."""
 POLL_NS = 500_000
-"""A thread whose turns on a processor are shorter than this polls. One that computes uses its turns of some ms."""
+"""A thread with shorter turns on a processor counts as polling. A thread that computes has turns of some
+milliseconds.
+"""
 STARVED = 0.99
-"""A thread that waited for a processor for this share of a window wants a whole core."""
+"""A thread that waited for a processor for this share of a window counts as one that would use a whole core."""
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 MAX_PROCESSES = 256
-"""A tree with more processes is measured in part: the rest could only make it look more active."""
+"""The largest number of measured processes. A larger tree is measured in part, because more processes could only make
+it look more active.
+"""
 
 _SOCK_DIAG_BY_FAMILY, _NLMSG_DONE, _NLMSG_ERROR = 20, 3, 2
 _NETLINK_SOCK_DIAG = 4
@@ -46,20 +50,20 @@ AF_NETLINK: int = getattr(socket, "AF_NETLINK", 16)
 _NLM_F_REQUEST_DUMP = 0x301
 _INET_DIAG_INFO = 2
 _ASK_FOR_INFO = 1 << (_INET_DIAG_INFO - 1)
-_ALL_TCP_STATES = 0xFFF & ~(1 << 10)  # all but LISTEN
-_INODE_AT = 68  # of `struct inet_diag_msg`, which is 72 bytes long
-_BYTES_ACKED_AT = 120  # of `struct tcp_info`; bytes_received follows (Linux 4.1)
+_ALL_TCP_STATES = 0xFFF & ~(1 << 10)  # all states of TCP except LISTEN
+_INODE_AT = 68  # the offsets in `struct inet_diag_msg`, which is 72 bytes long
+_BYTES_ACKED_AT = 120  # the offset in `struct tcp_info`; bytes_received follows (Linux 4.1)
 
 
 class ThreadTimes(NamedTuple):
     """Counters of one thread, since it began."""
 
     run_ns: int
-    """Nanoseconds on a processor."""
+    """The nanoseconds in which the thread ran on a processor."""
     wait_ns: int
-    """Nanoseconds in which it could have run, and waited for a processor."""
+    """The nanoseconds in which the thread was ready to run, and waited for a processor."""
     n_turns: int
-    """How often it was given a processor."""
+    """The number of times that the thread was given a processor."""
 
     def since(self, before: ThreadTimes) -> ThreadTimes:
         return ThreadTimes(self.run_ns - before.run_ns, self.wait_ns - before.wait_ns, self.n_turns - before.n_turns)
@@ -79,7 +83,7 @@ class ActivitySample:
 
     at: float
     threads: dict[int, ThreadTimes]
-    """By thread id; empty if the kernel has no such counters."""
+    """The counters of each thread, by thread id. Empty if the kernel has no such counters."""
     cpu_s: float
     """Processor time of the tree, with processes that have ended."""
     io_bytes: int
@@ -87,7 +91,7 @@ class ActivitySample:
     tcp_bytes: dict[int, int]
     """By socket inode: bytes received plus bytes sent that the other side has acknowledged. Empty if not available."""
     can_see_tcp: bool
-    """False if the kernel did not answer for the sockets: then the next sample has nothing to be compared with."""
+    """False if the kernel did not report the sockets. Then the traffic of the next sample cannot be computed."""
     is_waiting_on_disk: bool
     """True if a thread is in state D: it waits for a disk, or for a page that is being read."""
     runnable: frozenset[int]
@@ -99,9 +103,9 @@ class ProcessActivity:
     """The activity of a tree of processes between two samples.
 
     Args:
-        cores: the cores that it could have used: the number that it would keep busy on an idle machine.
+        cores: the number of cores that the tree would keep busy on an idle machine.
         bytes_per_s: bytes per second through files, pipes and TCP connections.
-        is_waiting_on_disk: True if it was seen to wait for a disk.
+        is_waiting_on_disk: True if the tree was seen to wait for a disk.
         is_always_runnable: True if a thread was ready to run at every sample.
     """
 
@@ -216,7 +220,7 @@ def usage_between(samples: Sequence[ActivitySample]) -> ProcessActivity:
         cores=max(cores, wanted),
         bytes_per_s=max(0, last.io_bytes - first.io_bytes + tcp_bytes) / span_s,
         is_waiting_on_disk=sum(sample.is_waiting_on_disk for sample in later) >= MIN_SAMPLES_WAITING_ON_DISK,
-        # If a thread waits for a processor during whole windows, its counters do not change.
+        # The counters of a thread do not change while it waits for a processor during a whole window.
         is_always_runnable=sum(itertools.starmap(_wants_to_run, itertools.pairwise(samples)))
         >= max(3.0, RUNNABLE_SHARE * len(later)),
     )
@@ -309,7 +313,7 @@ def _stat_fields(path: str) -> list[str] | None:
 
 def _io_bytes(path: str) -> int:
     found = 0
-    for line in _read(path).splitlines()[:2]:  # rchar and wchar
+    for line in _read(path).splitlines()[:2]:  # the fields rchar and wchar
         found += int(line.partition(b":")[2])
     return found
 

@@ -102,14 +102,14 @@ class ContainerSupervisor(Supervisor):
     def _tolerance(self) -> OutageTolerance:
         """The longest wait for a failing store when the supervisor has no other work.
 
-        The container costs money meanwhile.
+        The wait is limited because the container costs money.
         """
         if self._notice is not None:
             return BRIEF
         return CONTAINER if self._session.may_follow else LAST_WORDS
 
     def _note_signals(self, signals: bytes) -> None:
-        """Announce to the ranks that the container will end. From then on no attempt starts on this machine."""
+        """Tell the ranks that the container will end. From then on no attempt starts on this machine."""
         super()._note_signals(signals)
         notice = next((number for number in signals if number in NOTICES), None)
         if notice is None or self._notice is not None:
@@ -157,7 +157,7 @@ class ContainerSupervisor(Supervisor):
         super()._conclude(running, exit_code)
 
     def _print_reason(self, running: RunningAttempt, reason: Reason, error: str | None) -> None:
-        """Print the reason of an end into the log of the container, because the rank could not."""
+        """Print the reason of an end into the log of the container, because the rank could not print it."""
         if reason == "cancelled":
             error = describe_end("cancelled", running.asked.rank, self._spec.world_size)
         self._starter.write_log(running.asked, str(error))
@@ -169,7 +169,7 @@ class ContainerStarter:
     Args:
         spec: the run, with the one rank.
         term_grace_s: seconds between SIGTERM and SIGKILL.
-        gpu: the GPU that the launch asked for. None: none.
+        gpu: the GPU that the launch requests. None: no GPU.
     """
 
     def __init__(self, spec: RunSpec, *, term_grace_s: float, gpu: str | None) -> None:
@@ -245,7 +245,7 @@ class ContainerStarter:
         return pid
 
     def _start_python(self, attempt: Attempt, page: SharedPage, place: MemberPlace | None) -> int:
-        """Start an attempt's process as a new Python; return its pid."""
+        """Start an attempt's process as a new Python interpreter; return its pid."""
         shared, of_members = page.share(), {} if place is None else place.shares()
         message = {
             "member": None if place is None else place.to_json(),
@@ -264,7 +264,7 @@ class ContainerStarter:
                 os.close(of_members["leader"])
 
     def output_tail(self, attempt: Attempt) -> str:
-        """Return the end of what an attempt printed, member after member."""
+        """Return the last output of an attempt, member after member."""
         return "".join(page.tail() for page in self._pages)[-TAIL_BYTES:]
 
     def note_output(self, attempt: Attempt, *, is_whole: bool = False) -> None:
@@ -326,6 +326,7 @@ class ContainerStarter:
             torch_threads=max(1, self._torch_threads // (1 if place is None else place.of)),
             gpu=self._gpu,
             page=page,
+            has_log_in_page=True,
             how=how,
             member=place,
             continue_as=functools.partial(self._continue, attempt, page, parent),
@@ -340,7 +341,7 @@ class ContainerStarter:
 
     @classmethod
     def become_replica(cls) -> NoReturn:
-        """Become a replica in a new Python that its supervisor has started."""
+        """Become a replica in a new Python process that its supervisor has started."""
         try:
             message, shares = receive_message()
             spec = RunSpec.from_json(message["spec"])

@@ -22,7 +22,7 @@ from executors.supervisor.members import Member
 from executors.supervisor.memory_kills import MemoryKills
 from executors.supervisor.processes import NEVER, RunningAttempt
 
-MARKERS_S = 3.0  # for writing cancel markers; the supervisor must kill its ranks in time
+MARKERS_S = 3.0  # the longest time to write cancel markers, because the supervisor must kill its ranks in time
 SILENT_S = 5.0  # the pause after a failed request, which is shorter than the longest wait for the store
 SOONEST_S, LATEST_S = 1.0, 10.0  # between two tries to write an outcome
 
@@ -49,7 +49,8 @@ class ExitClassifier:
         Args:
             running: the attempt that ended.
             exit_code: its exit code, or -N if signal N ended it.
-            member: the process that failed first, of a replica that has several. None, the default: its only process.
+            member: the process that failed first, in a replica of several processes. None, the default: the replica has
+                one process.
         """
         reason, error = self._explain(running, exit_code, member or running.members[0])
         if running.is_given_up and error is not None:
@@ -109,7 +110,7 @@ class OutcomeWriter:
         self._clock = clock
         self._waits = waits or Waits(lambda words: None, clock)
         self._late: dict[tuple[int, int], tuple[Attempt, Outcome]] = {}
-        """The outcomes that are not written yet, by rank and attempt. The one that was tried last is last."""
+        """The outcomes that are not written yet, by rank and attempt. The outcome that was tried last comes last."""
         self._failing_since = 0.0
         self._failure: StoreError | None = None
         """The error of the last try."""
@@ -117,7 +118,7 @@ class OutcomeWriter:
         """The time until which no request is made, because the store has just failed."""
         self._idle_since: float | None = None
         self.next_at = NEVER
-        """The time at which `try_again` has something to do."""
+        """The time from which `try_again` has an outcome to write."""
 
     @property
     def are_late(self) -> bool:
@@ -161,7 +162,7 @@ class OutcomeWriter:
             return
         failure = self._try(attempt.rank, attempt.number)
         if failure is not None:
-            import logging  # only here, because it costs each start of a replica 2 ms
+            import logging  # imported only here, because the import costs each start of a replica 2 ms
 
             logging.getLogger(__name__).error("rank %d: its outcome cannot be written: %s", attempt.rank, failure)
 
@@ -176,7 +177,7 @@ class OutcomeWriter:
         """Return True if outcomes wait to be written, and the longest wait for the store has not passed.
 
         Args:
-            is_busy: whether the supervisor has other work. Time with other work does not count as waiting.
+            is_busy: True if the supervisor has other work. Time with other work does not count as waiting.
         """
         now = self._clock()
         if is_busy:
@@ -221,7 +222,8 @@ def fields_from_outside(running: RunningAttempt, exit_code: int, member: Member 
     Args:
         running: the attempt that ended.
         exit_code: its exit code, or -N if signal N ended it.
-        member: the process that failed first, of a replica that has several. None, the default: its only process.
+        member: the process that failed first, in a replica of several processes. None, the default: the replica has one
+            process.
     """
     killed_by, page = signal_name(-exit_code) if exit_code < 0 else None, running.page
     blamed = page if member is None else member.page
@@ -270,7 +272,7 @@ def mark_cancelled(why: str, attempts: Iterable[Attempt]) -> list[Attempt]:
         with contextlib.suppress(StoreError):
             if attempt.has_cancel_marker():
                 had_marker.append(attempt)
-            elif attempt.outcome() is None:  # a process that has its outcome is about to exit by itself
+            elif attempt.outcome() is None:  # a process whose outcome is recorded is about to exit by itself
                 attempt.request_cancel(why)
     return had_marker
 
@@ -292,7 +294,8 @@ def record_end(attempt: Attempt, outcome: Outcome) -> Outcome | None:
     if not run_exists(store, run_id) and run_was_deleted(store, run_id):
         return None
     if outcome.reason == "cancelled" and attempt.has_cancel_marker():
-        outcome = replace(outcome, error=None)  # the marker has the reason: another process may have cancelled first
+        # the reason is read from the marker, because another process may have cancelled the attempt first
+        outcome = replace(outcome, error=None)
     return attempt.record(outcome)
 
 

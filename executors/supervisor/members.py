@@ -20,7 +20,9 @@ from executors.supervisor.watchdog import Watchdog
 from executors.worker.process_group import MemberPlace
 
 LAST_CALL_S = 0.3
-"""How long the others of a member that ended badly continue, because the one that caused it may end a moment later."""
+"""After a member has failed, the others continue for this time, because the member that caused the failure may end a
+moment later.
+"""
 NEVER = float("inf")
 
 
@@ -35,11 +37,12 @@ def count_members(procs: str | None, gpu: str | None, devices: str | None) -> in
 
     Args:
         procs: the setting. None: 1.
-        gpu: the GPU of each replica, as in "H100:8". None: none.
-        devices: the value of `CUDA_VISIBLE_DEVICES` for the replica. None: the environment's, else all GPUs.
+        gpu: the GPU of each replica, as in "H100:8". None: no GPU.
+        devices: the value of `CUDA_VISIBLE_DEVICES` for the replica. None: the value in the environment of this
+            process, or all GPUs if it has none.
 
     Raises:
-        NoGpuToCountError: `procs` is "gpu", and there is none.
+        NoGpuToCountError: `procs` is "gpu", and the replica sees no GPU.
 
     Example:
         count_members("gpu", "H100:8", None)  # 8
@@ -120,20 +123,20 @@ class MemberGroup:
 
     @property
     def descriptors(self) -> list[int]:
-        """The descriptors that a forked process must close, unless one of them is its own."""
+        """The descriptors that a forked process must close, except its own one."""
         return [self._reserved.fileno(), *self.end_files] if self.end_files else []
 
     def place_of(self, number: int, leader_page: SharedPage) -> MemberPlace:
         """Return the place of one member.
 
         Args:
-            number: its number.
+            number: the number of the member.
             leader_page: the page of member 0.
         """
         return MemberPlace(number, self.n, self.port, self.end_files[number], leader_page)
 
     def close(self) -> None:
-        """Close everything, when the attempt has ended."""
+        """Release the port and the files, when the attempt has ended."""
         self._reserved.close()
         while self.end_files:
             os.close(self.end_files.pop())
@@ -148,36 +151,39 @@ class Member:
     page: SharedPage
     watchdog: Watchdog
     exit_code: int | None = None
-    """Its exit code, or -N if signal N ended it. None: it runs."""
+    """The exit code of the member, or -N if signal N ended it. None: it runs."""
     ended_at: float = NEVER
-    """The time when its end was seen, by `time.monotonic`."""
+    """The time at which the supervisor saw the member's end, by `time.monotonic`."""
     left_with: int | None = None
-    """The exit code of a process that the supervisor killed because it did not leave."""
+    """The exit code with which the process wanted to exit, if the supervisor killed it because its exit functions took
+    too long. None: it was not killed for that.
+    """
     was_asked: bool = False
-    """Whether the supervisor has sent it SIGTERM."""
+    """True if the supervisor has sent SIGTERM to the member."""
     was_killed: bool = False
-    """Whether the supervisor has sent it SIGKILL."""
+    """True if the supervisor has sent SIGKILL to the member."""
     end: Outcome | None = field(default=None, repr=False)
-    """The end that it left. None: it left none."""
+    """The outcome that the member left. None: it left none."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether its end was not seen yet."""
+        """True if the supervisor has not seen the end of the member yet."""
         return self.exit_code is None
 
     @property
     def left_as_announced(self) -> bool:
-        """True if it ended because of a notice or a stop, and so has not failed."""
+        """True if the member ended because of a notice or a stop, which is not a failure."""
         return self.page.ending_at is not None and self.exit_code == 128 + signal.SIGTERM
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended badly."""
+        """True if the member ended with an error."""
         return self.exit_code not in (None, 0) and not self.left_as_announced
 
     @property
     def has_vanished(self) -> bool:
-        """Whether it ended without an exception, and not because we asked: by a signal, or by `os._exit`.
+        """True if the member ended without an exception and without a signal of the supervisor: by a foreign signal, or
+        by `os._exit`.
 
         SIGABRT does not count, because libraries abort a process after it has lost another member.
         """
@@ -185,28 +191,28 @@ class Member:
         return self.has_failed and not self.page.raised_at and not was_ended_by_us and self.exit_code != -signal.SIGABRT
 
     def read_end(self, file: int, attempt: Attempt) -> None:
-        """Read what it left as its end.
+        """Read the outcome that the member left in its file.
 
         Args:
-            file: the descriptor of its file.
+            file: the descriptor of the member's file.
             attempt: the attempt, for the check of the record.
         """
         size = os.fstat(file).st_size
         data = os.pread(file, size, 0) if 0 < size <= MAX_OUTCOME_BYTES + 1 else b""
-        with contextlib.suppress(CorruptObjectError, ValueError):  # it was killed while it wrote
+        with contextlib.suppress(CorruptObjectError, ValueError):  # the member was killed while it wrote its outcome
             found = parse_outcome(data)
             if (found.rank, found.attempt) == (attempt.rank, attempt.number):
                 self.end = found
 
     def to_record(self) -> MemberEnd:
-        """Return its end for the outcome of the replica."""
+        """Return the end of the member, for the outcome of the replica."""
         code = self.exit_code
         name = signal_name(-code) if code is not None and code < 0 else None
         return MemberEnd(self.pid, code, name, None if self.end is None else self.end.error_line)
 
 
 def find_cause(members: Sequence[Member]) -> Member | None:
-    """Return the member whose failure came first. None: none has failed.
+    """Return the member whose failure came first. None: no member has failed.
 
     A member that vanished without an exception is the cause, because the exceptions of the others follow from that:
     they lose their connection to it before the supervisor has seen its end.
@@ -221,21 +227,23 @@ def find_cause(members: Sequence[Member]) -> Member | None:
 
 
 def merge_ends(members: Sequence[Member], cause: Member | None) -> Outcome | None:
-    """Return the outcome of a replica as its members left it. None: the cause left none.
+    """Return the outcome of a replica, merged from the outcomes that its members left. None: the member that failed
+    first left none.
 
     Args:
         members: all members, which have ended.
-        cause: the member that failed first. None: none failed.
+        cause: the member that failed first. None: no member failed.
     """
     leader = members[0].end
     if cause is None:
         left = [member.end for member in members if member.exit_code != 0 and member.end is not None]
         return left[0] if left else leader
     end, n = cause.end, len(members)
-    if end is None or end.status is ReplicaStatus.SUCCEEDED:  # it ended otherwise after it had left its end
+    # the process ended in another way after it had written its outcome
+    if end is None or end.status is ReplicaStatus.SUCCEEDED:
         return None
     name, line = f"Member {cause.number} of {n}", end.error_line
-    if line is not None and not line.startswith(name):  # the sentence about a hang has the member already
+    if line is not None and not line.startswith(name):  # the sentence about a hang already names the member
         line = f"{name}: {line}"
     return replace(
         end,

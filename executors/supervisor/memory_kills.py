@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from executors.process import killed_for_memory, oom_kills, oom_kills_in_group, oom_kills_in_own_group
 
-CLOCKS_S, CLOCKS_DRIFT = 5.0, 0.001  # the kernel's clock may differ by this, and by this share of the time since boot
+# the kernel's clock may differ by this number of seconds, and by this share of the time since the boot
+CLOCKS_S, CLOCKS_DRIFT = 5.0, 0.001
 LOGGED_S = 0.02  # the kernel kills first, and logs the kill a moment later
 RECENT_S = 10.0  # a victim with a lot of memory takes seconds to end
 
@@ -41,17 +42,19 @@ class MemoryKills:
         self._looked_at = clock()
 
     def look(self) -> None:
-        """Note the count every `RECENT_S`, so that an old kill does not explain a later end."""
+        """Note the count every `RECENT_S` seconds, so that an old kill does not explain a later end."""
         now = self._clock()
         if now >= self._looked_at + RECENT_S:
             self._before, self._newest, self._looked_at = self._newest, self._count(), now
 
     def include(self, pid: int, began: float) -> bool | None:
-        """Return True if a process that ended by SIGKILL was killed for memory. None: perhaps.
+        """Return True if the kernel killed a process, which ended by SIGKILL, because memory ran out. None: this is
+        possible, but not known.
 
         Args:
             pid: the process.
-            began: the time of its start, by `time.monotonic`. Its pid may have belonged to another process before.
+            began: the time of the process's start, by `time.monotonic`. Its pid may have belonged to another process
+                before.
         """
         if self._count() <= self._before:
             return False

@@ -1,9 +1,9 @@
-"""Starts one of our processes as a new Python, because a fork is not always safe.
+"""Starts one of our processes as a new Python interpreter, because a fork is not always safe.
 
 A fork copies only one thread of a process. A lock that another thread held stays locked in the copy forever, and thread
-pools of libraries have no threads there. So a process with several threads starts other processes as new Pythons. A
-forked process inherits the data of its parent. A new Python gets data in two ways: as a message in a file without a
-name, and as open descriptors, such as the page that a replica shares with its supervisor.
+pools of libraries have no threads there. So a process with several threads starts other processes as new Python
+interpreters. A forked process inherits the data of its parent. A new interpreter gets data in two ways: as a message in
+a file without a name, and as open descriptors, such as the page that a replica shares with its supervisor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from executors.process import private_file
 def start_python(
     code: str, message: Mapping[str, Any], shares: Mapping[str, int], *, keeps: Iterable[int] = (), output: int = -1
 ) -> int:
-    """Start a new Python that runs our code; return its pid.
+    """Start a new Python process that runs our code; return its pid.
 
     `os.posix_spawn` is safe while other threads run, and needs no thread that waits for the process.
 
@@ -48,7 +48,7 @@ def start_python(
             os.set_inheritable(descriptor, True)
         return os.posix_spawn(sys.executable, command, os.environ, file_actions=actions, setsigmask=())
     finally:
-        for descriptor in passed:  # else the next process that this one starts would inherit them
+        for descriptor in passed:  # otherwise the next process that this process starts would inherit the descriptors
             os.set_inheritable(descriptor, False)
         os.close(message_file)
 

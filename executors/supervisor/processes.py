@@ -55,7 +55,7 @@ class ProcessStarter(Protocol):
             attempt: the attempt.
 
         Raises:
-            OSError: the GPUs must be counted, and there is none.
+            OSError: the number of GPUs is needed, and the replica sees no GPU.
         """
 
     def start(
@@ -70,11 +70,11 @@ class ProcessStarter(Protocol):
             group: the port and the end files of several processes. None, the default: there is one process.
 
         Raises:
-            OSError: one could not be started. Those before it were killed.
+            OSError: a process could not be started. The processes that had already started were killed.
         """
 
     def prepare_same_process(self, attempt: Attempt) -> None:
-        """Prepare the output of an attempt that the process of the attempt before will run.
+        """Prepare the output of an attempt that the process of the previous attempt will run.
 
         Args:
             attempt: the attempt.
@@ -115,7 +115,7 @@ class ProcessStarter(Protocol):
         """
 
     def copy_log(self, asked: Attempt, claimed: Attempt) -> int | None:
-        """Start to copy the end of an attempt's output into the run's store, if it belongs there.
+        """Start to copy the end of an attempt's output into the run's store, if other machines need the copy there.
 
         Args:
             asked: the attempt that was started, which has the output.
@@ -137,37 +137,43 @@ class RunningAttempt:
     started_at: float
     deadline: float
     why_then: Reason = "timeout"
-    """The reason of its end if it reaches its deadline."""
+    """The reason of the end, if the process reaches its deadline."""
     ending: Reason | None = None
-    """The reason why the supervisor is ending it. None: the supervisor has not asked it to end."""
+    """The reason why the supervisor ends the process. None: the supervisor has not asked the process to end."""
     error: str | None = None
-    """The same reason as a sentence, if only the supervisor knows it."""
+    """The reason of the end as a sentence, if only the supervisor knows it."""
     stacks: list[str] = field(default_factory=list)
-    """Dumps of its stacks that are not written to the store yet."""
+    """Dumps of the process's stacks that are not written to the store yet."""
     stacks_at: float = NEVER
-    """The time of the next try to write them."""
+    """The time of the next try to write these dumps."""
     asked_at: float = NEVER
-    """The time of its SIGTERM."""
+    """The time of the SIGTERM to the process."""
     grace_s: float = 0.0
     """The seconds from SIGTERM to SIGKILL."""
     kill_at: float = NEVER
-    """The time of its next SIGKILL."""
+    """The time of the next SIGKILL to the process."""
     killed_at: float = NEVER
-    """The time of its first SIGKILL."""
+    """The time of the first SIGKILL to the process."""
     is_given_up: bool = False
-    """Whether its attempt was recorded as ended although no signal has ended the process."""
+    """True if the attempt was recorded as ended although no signal has ended the process."""
     began: float = field(default_factory=time.monotonic)
-    """The time of its start by `time.monotonic`. `started_at` is Unix time, by a clock that may be set meanwhile."""
+    """The time of the process's start, by `time.monotonic`. `started_at` is Unix time, whose clock may be changed while
+    the process runs.
+    """
     others: Sequence[Member] = ()
     """The other processes of a replica that has several. `pid`, `page` and `watchdog` are those of member 0."""
     group: MemberGroup | None = None
     """The port and the end files of these processes. None: there is one process."""
     others_at: float = NEVER
-    """The time at which the other members are asked to end, because one ended badly."""
+    """The time at which the other members are asked to end, because one member has failed."""
     how: str | None = None
-    """How it was started, if the process of the attempt before runs it. None: `how_started` tells."""
+    """The name of the start, if the process of the previous attempt runs this attempt. None: `how_started` returns the
+    name.
+    """
     is_failing: bool = False
-    """Whether a member has ended badly, so that the others end."""
+    """True if a member has failed, so that the others must end."""
+    accused: Member | None = None
+    """The member that was found to hang, after the supervisor has killed all members. None: no member was."""
     members: list[Member] = field(init=False)
     """All processes of the attempt; most replicas have one."""
 
@@ -180,7 +186,7 @@ class RunningAttempt:
         return [member for member in self.members if member.exit_code is None]
 
     def note_member_end(self, pid: int, code: int, now: float) -> bool:
-        """Note that a member has ended. Return True if it was the last one.
+        """Note that a member has ended. Return True if it was the last member that ran.
 
         Args:
             pid: its pid.
@@ -191,7 +197,8 @@ class RunningAttempt:
             if member.pid == pid and member.exit_code is None:
                 member.exit_code = code if member.left_with is None else member.left_with
                 member.ended_at = now
-                # A member whose peer was killed has lost a connection already. Others get a moment for their own end.
+                # If a member was killed, the others have already lost a connection. Otherwise they get a moment to end
+                # by themselves.
                 if member.has_failed and self.ending is None and not self.is_failing:
                     self.is_failing = True
                     self.others_at = now if member.has_vanished else now + LAST_CALL_S
@@ -217,7 +224,7 @@ class RunningAttempt:
                 os.kill(member.pid, signal.SIGTERM)
 
     def announce(self, at: float, notice: int = 0) -> None:
-        """Announce to all members the time by which they must have ended; see `SharedPage.announce`.
+        """Tell all members the time by which they must have ended; see `SharedPage.announce`.
 
         Args:
             at: the time by `time.monotonic`.
@@ -228,7 +235,7 @@ class RunningAttempt:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the member that failed first, or else of member 0."""
+        """The exit code of the member that failed first. If no member failed, the exit code of member 0."""
         cause = find_cause(self.members)
         code = (self.members[0] if cause is None else cause).exit_code
         return -signal.SIGKILL if code is None else code
@@ -243,9 +250,9 @@ class RunningAttempt:
 
     @property
     def is_leaving(self) -> bool:
-        """True if it has ended by itself, and only runs functions that are registered at exit.
+        """True if the process has left the entrypoint by itself, and only runs functions that are registered at exit.
 
-        These get their whole time.
+        The supervisor does not shorten the time of these functions.
         """
         return self._are_leaving and self.ending is None
 
@@ -255,11 +262,12 @@ class RunningAttempt:
 
     @property
     def is_ending(self) -> bool:
-        """True if it will end soon, by itself or because the supervisor asked it to."""
+        """True if the process will end soon, by itself or because the supervisor asked it to end."""
         return self.ending is not None or self.is_failing or self._are_leaving
 
     def terminate(self, why: Reason, grace_s: float, because: str | None = None) -> bool:
-        """Send SIGTERM to the rank's process, unless it is leaving. Its children get none, because it may need them.
+        """Send SIGTERM to the rank's process, unless it is leaving. Its children get no signal, because the rank may
+        need them to end properly.
 
         Args:
             why: the reason of the end.
@@ -276,7 +284,7 @@ class RunningAttempt:
         return True
 
     def kill_soon(self) -> None:
-        """End the grace of a rank that was asked to end, so that it is killed next."""
+        """End the grace of a rank that was asked to end, so that the next check kills it."""
         self.grace_s, self.kill_at = 0.0, time.monotonic()
 
     def may_be_killed(self, now: float) -> bool:
@@ -331,7 +339,8 @@ class RunningAttempt:
             if report is None:
                 continue
             if report.is_kill:
-                killed = killed or report
+                if killed is None:
+                    killed, self.accused = report, member
                 continue
             with contextlib.suppress(OSError):
                 ranks.write_log(self.asked, report.stacks or report.sentence)
@@ -352,7 +361,7 @@ class RunningAttempt:
         if not is_leaving or member.left_with is not None or now < member.page.left_at + LEAVE_S:
             return
         member.left_with = int(member.page.left_with)
-        if len(self.living) > 1:  # the others get their whole time
+        if len(self.living) > 1:  # the time of other exit functions is not shortened
             member.was_killed = True
             os.kill(member.pid, signal.SIGKILL)
         else:

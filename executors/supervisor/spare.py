@@ -79,9 +79,9 @@ class Spare:
         self._controller: RestartController | None = None
         self._handle: ReplicaHandle | None = None
         self._rank: int | None = None
-        """The rank that it may start now."""
+        """The rank that this spare may start now."""
         self._asked: Attempt | None = None
-        """The attempt that it is taking over. A failed request may hide whether it has succeeded."""
+        """The attempt that this spare is taking over. After a failed request, the spare may or may not have it."""
         self._look_at = 0.0
         # During an outage the ranks cannot send heartbeats either, so the time of an outage counts as one interval.
         self._beats = StalenessTracker(clock, longest_gap_s=self._look_s + FOLLOW_S)
@@ -137,7 +137,7 @@ class Spare:
     def look(self) -> str | None:
         """Read the state of the run once, and take over a rank if one needs this container.
 
-        Returns: the reason why the spare must end. None: it waits on, or has taken over a rank.
+        Returns: the reason why the spare must end. None: the spare continues to wait, or has taken over a rank.
 
         Raises:
             StoreError: the store does not answer. The same call may be repeated.
@@ -147,7 +147,7 @@ class Spare:
             return None
         if (
             self._lease is not None and self._lease.has_expired()
-        ):  # checked first, because everything below fails at a store that refuses this process
+        ):  # checked first, because all later requests fail at a store that refuses this process
             return self._lease.why
         n_known, entries, now = len(self._log.entries), self._log.read(), self._clock()
         if len(entries) == n_known and self._rank is None and now < self._look_at:
@@ -210,7 +210,7 @@ class Spare:
         return self._controller
 
     def _is_over(self, rank: int, end: Outcome | None) -> bool:
-        """Return True if no attempt of a rank will start any more."""
+        """Return True if no further attempt of a rank will start."""
         if blocking_order(self._log.entries, rank) is not None:
             return True
         if end is None or end.status is not ReplicaStatus.FAILED:

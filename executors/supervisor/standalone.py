@@ -22,7 +22,7 @@ from executors.store.run_key import RUN_KEY
 from executors.supervisor.container import NOTICE_S, ContainerStarter, ContainerSupervisor
 from executors.supervisor.spare import Spare
 
-CANNOT_START = 78  # EX_CONFIG of sysexits.h, which the bootstrap uses, too
+CANNOT_START = 78  # EX_CONFIG of sysexits.h, which the bootstrap uses as well
 TERM_GRACE_S = 5.0
 # If the installation has used up the paid time, the replica still gets this time, to report its time limit.
 LEAST_TIME_S = 1.0
@@ -44,10 +44,10 @@ def main() -> NoReturn:
 
 
 def _find_users_modules() -> None:
-    """Add the user's folders to the search path of this process, and of Pythons that the user's code starts.
+    """Add the user's folders to the search path of this process, and of Python processes that the user's code starts.
 
-    In this process, names of the standard library and of our packages are not looked for in these folders. In Pythons
-    that the user's code starts, these folders come first for every name.
+    In this process, names of the standard library and of our packages are not looked for in these folders. In Python
+    processes that the user's code starts, these folders come first for every name.
     """
     paths = [path for path in os.environ.pop(environment.SYS_PATH, "").split(os.pathsep) if path]
     reserve_names([os.getcwd(), *paths])
@@ -59,7 +59,7 @@ def _find_users_modules() -> None:
 
 
 def _run() -> int:
-    """Run the replica to its end; return the exit code of its process.
+    """Run the replica to its end, and return the exit code of its process.
 
     Raises:
         ReplicasError: the environment describes no replica, or the replica cannot be started. In the second case its

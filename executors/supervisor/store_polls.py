@@ -18,7 +18,7 @@ from executors.store.url import is_near
 
 # A canceller on this machine also wakes the supervisor, but one on another machine only writes a marker.
 NEAR_LOOK_S = 1.0
-FAR_LOOK_S = 10.0  # at a bucket, where each marker costs a request
+FAR_LOOK_S = 10.0  # the pause between two looks at a bucket, where each marker costs a request
 DELETION_LOOK_S = 60.0
 
 
@@ -44,7 +44,7 @@ class CancelPoller:
         """Look for markers for at most a second, and yield the cancelled attempts.
 
         Args:
-            attempts: all attempts of the supervisor. Those that the last turn did not reach come first.
+            attempts: all attempts of the supervisor. Attempts that the last call did not reach come first.
         """
         self._unseen = deque(each for each in self._unseen if each in attempts) or deque(attempts)
         now = time.monotonic()
@@ -59,7 +59,7 @@ class CancelPoller:
 
 
 class DeletionWatch:
-    """Reports whether a run was deleted from its store. Its replicas then work for nothing, and must end.
+    """Reports whether a run was deleted from its store. The work of its replicas is then lost, so they must end.
 
     Args:
         store: the run's store. It should try each request once.

@@ -40,7 +40,7 @@ from executors.supervisor.store_polls import CancelPoller, DeletionWatch
 from executors.supervisor.wakeups import Wakeups
 from executors.supervisor.watchdog import Watchdog, introduce
 
-WATCH_PAUSE_S = 0.1  # so that the checks of many ranks happen together
+WATCH_PAUSE_S = 0.1  # checks within this time are made together, so that many ranks cost one wakeup
 STOPPED = "the run was stopped"
 NO_LAUNCHER = "the launcher of this attached run ended"
 DELETED = "the run was deleted from its store"
@@ -103,17 +103,17 @@ class Supervisor:
         self._copying: dict[int, tuple[RunningAttempt, Attempt, int]] = {}
         """Ended ranks whose logs are being copied, with the attempt and the exit code, by the pid of the copier."""
         self._idle: dict[int, RunningAttempt] = {}
-        """By rank, the ended attempts whose processes wait for the decision about the next attempt."""
+        """The ended attempts whose processes wait for the decision about the next attempt, by rank."""
         self._stuck = set[int]()  # pids of processes that SIGKILL did not end
         self._pages: dict[int, list[SharedPage]] = {}
         """The last pages of each rank, by member. The next attempt's pages take over their learned intervals."""
         self._last: dict[int, Attempt] = {}
         """The last attempt of each rank that was started."""
         self._deadlines: dict[int, float] = {}
-        """The time limit of each rank, by the monotonic clock. A restart does not extend it."""
+        """The time at which the time limit of each rank ends, by the monotonic clock. A restart does not extend it."""
         self._max_parallel = max_parallel
         self._is_undone = False
-        """Whether the start has failed, and its ranks are being ended."""
+        """True if the start has failed, and its ranks are being ended."""
         self._watch_at = NEVER
         self._killer = None
         if spec.settings.chaos:
@@ -214,7 +214,7 @@ class Supervisor:
         return BRIEF if self._is_undone else SUPERVISOR
 
     def _write_to_logs(self, words: str) -> None:
-        """Write to the log of each rank that is not running, because a supervisor has no log of its own."""
+        """Write a line to the log of each rank that is not running, because a supervisor has no log of its own."""
         running = {running.asked.rank for running in self._running.values()}
         for rank in self._last.keys() - running:
             with contextlib.suppress(OSError):  # the disk of the log may be the one that is full
@@ -269,7 +269,7 @@ class Supervisor:
         self._last[rank] = attempt
         self._watch_at = 0.0
         del self._idle[rank]
-        page.go_on = attempt.number  # last, because the process continues at once
+        page.go_on = attempt.number  # this comes last, because the process continues at once
 
     def _note_waiting_processes(self) -> None:
         """Conclude attempts whose processes wait for the next attempt."""
@@ -288,14 +288,14 @@ class Supervisor:
             self._note_end(running.attempt, outcome)
 
     def _dismiss_processes(self) -> None:
-        """End the processes that wait for an attempt that will not come."""
+        """End the processes whose rank gets no next attempt."""
         for rank, idle in list(self._idle.items()):
             if not self._session.may_still_start(rank):
                 self._dismiss_idle(rank, idle)
 
     def _dismiss_idle(self, rank: int, idle: RunningAttempt) -> None:
         del self._idle[rank]
-        self._running[idle.pid] = idle  # until it has run its exit functions
+        self._running[idle.pid] = idle  # the process runs until its exit functions have ended
         self._dismiss(idle)
 
     def _dismiss(self, running: RunningAttempt) -> None:
@@ -318,7 +318,7 @@ class Supervisor:
             return
         idle = self._idle.get(rank)
         if idle is not None and not self._session.stays(attempt):
-            self._dismiss_idle(rank, idle)  # its end leads back here
+            self._dismiss_idle(rank, idle)  # the end of the process leads back to this method
             return
         for waiting in [waiting for waiting in self._waiting if waiting.rank == rank]:
             self._waiting.remove(waiting)
@@ -329,7 +329,8 @@ class Supervisor:
                 self._session.leave(rank)
                 return
         except OSError as error:
-            if error.errno in FULL:  # the disk with the logs is full; a wait, unlike a failed start, uses up no restart
+            # The disk with the logs is full. The supervisor waits, because a failed start would use up a restart.
+            if error.errno in FULL:
                 self._waits.note(rank, f"room on the disk, to start rank {rank} again", time.monotonic(), 0.0, error)
                 self._session.retry_soon()
                 return
@@ -405,7 +406,7 @@ class Supervisor:
                 self._conclude(running, running.exit_code)
 
     def _find_running(self, pid: int) -> RunningAttempt | None:
-        """Return the attempt that has a living process of a pid. None: no attempt has."""
+        """Return the running attempt that a process belongs to. None: no attempt has a living process with this pid."""
         running = self._running.get(pid)
         if running is not None and running.members[0].is_alive and running.pid == pid:
             return running
@@ -413,7 +414,7 @@ class Supervisor:
         return next((each for each in several if any(member.pid == pid for member in each.living)), None)
 
     def _forget(self, running: RunningAttempt) -> None:
-        """Take an attempt out of those that run."""
+        """Remove an attempt from the running attempts."""
         for key in [key for key, each in self._running.items() if each is running]:
             del self._running[key]
 
@@ -535,7 +536,7 @@ class Supervisor:
         try:
             outcome = attempt.outcome()
             if outcome is None and run_was_deleted(attempt.store, attempt.run_id):
-                return  # an outcome would create the folder of the deleted run again
+                return  # writing an outcome would create the folder of the deleted run again
             running.keep_stacks()
             if outcome is not None:
                 self._note_end(attempt, replace(outcome, goes_on=False))  # the process has ended
@@ -576,8 +577,10 @@ class Supervisor:
         if end is not None:
             self._outcomes.add_outcome(attempt, replace(end, **ends))
             return
-        blamed = running.members[0] if cause is None else cause
+        blamed = running.accused or cause or running.members[0]
         reason, error = self._classifier.explain(running, running.exit_code, blamed)
+        if running.accused is not None:
+            ends["member"] = running.accused.number
         if running.ending is None and cause is not None:
             error, ends["member"] = f"Member {cause.number} of {len(running.members)}: {error}", cause.number
         self._print_reason(running, reason, error)
@@ -588,10 +591,12 @@ class Supervisor:
         self._outcomes.add(attempt, "cancelled", None if why is None else describe_cancel(attempt.rank, why))
 
     def _print_reason(self, running: RunningAttempt, reason: Reason, error: str | None) -> None:
-        """Print the reason of an end without an outcome into the rank's log. Here the log has it already."""
+        """Print the reason of an end without an outcome into the rank's log. This base class prints nothing, because
+        the log already has the reason.
+        """
 
     def _note_end(self, attempt: Attempt, outcome: Outcome) -> None:
-        """Let the session decide on an end. With fail_fast, end the run if the failure is an early one."""
+        """Let the session decide on an end. With `fail_fast`, end the run if no replica has had a round yet."""
         self._session.note_end(outcome)
         if self._spec.settings.fail_fast and not self._is_undone and outcome.status is ReplicaStatus.FAILED:
             with contextlib.suppress(StoreError):

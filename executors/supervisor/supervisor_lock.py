@@ -55,7 +55,7 @@ def wake(folder: Path, rank: int, attempt: int) -> bool:
     pid = holder(folder, rank, attempt)
     if pid is None:
         return False
-    with contextlib.suppress(OSError):  # it has ended, or is another user's
+    with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
         descriptor = open_process(pid)
         try:
             # Otherwise the process has ended, and another one may have its pid.

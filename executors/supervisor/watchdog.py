@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from executors.attempt.outcome import describe_end
 from executors.patience import ROUND
-from executors.process import Activity, activity, open_file_of
+from executors.process import Activity, activity, open_file_of, start_time
 from executors.replica.shared_page import ATOMIC_LIMIT_S, STEPS, SharedPage
 from executors.settings.policy import DEFAULT_START_S, HangLimits
 from executors.settings.run_spec import RunSpec
@@ -31,8 +31,10 @@ LOOK_S = 1.0
 OLD_S = 2.5  # a rank beats and ticks once a second
 # A dump takes milliseconds, and a second dump shows whether a call is stuck or slow.
 READ_S, READ_LIMIT_S, AGAIN_S = 0.1, 3.0, 1.0
-BUSY = 0.05  # of a core
-LEAST_BUSY_S = 0.03  # of processor time, which is counted in hundredths: to dump its stacks takes one or two
+BUSY = 0.05  # the share of a core from which a rank counts as active
+# the seconds of processor time from which a rank counts as active; they are counted in hundredths, and a dump of stacks
+# takes one or two
+LEAST_BUSY_S = 0.03
 MAX_STACKS, MAX_DUMPS = 1 << 20, 20
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
@@ -107,7 +109,7 @@ REMEDIES = {
     "start": "--start-timeout allows more time.",
     "call": "",
 }
-"""How the user allows more time, by the kind of the limit."""
+"""The advice on how to allow more time, by the kind of the limit."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +117,11 @@ class WatchdogReport:
     """A state of a rank on which its supervisor must act."""
 
     sentence: str
-    """As in `Replica 3 of 8 was idle for 61 s after step 812 (limit 60 s, …): …`; the error of a kill."""
+    """The sentence about the hang, as in `Replica 3 of 8 was idle for 61 s after step 812 (limit 60 s, …): …`. It is
+    also the error of an outcome.
+    """
     stacks: str | None = None
-    """The text for `keep_stacks` and the log: the sentence, and below it the stacks of the rank's threads."""
+    """The text for `keep_stacks` and the log: the sentence, followed by the stacks of the rank's threads."""
     is_kill: bool = False
     """True if the supervisor must end the rank and its descendants now by SIGKILL, with the outcome `failed`,
     `hang`."""
@@ -137,7 +141,7 @@ class Watchdog:
         term_grace_s: the seconds that the rank has after it has raised `HangError`.
         spec: the run, for the sentences.
         rank: the rank, for the sentences.
-        defaults: the limits where `limits` has no number.
+        defaults: the limits that are used if `limits` has no number.
 
     Example:
         watchdog = Watchdog(page, pid, HangLimits(), ends=True, term_grace_s=5.0, spec=spec, rank=3)
@@ -159,7 +163,7 @@ class Watchdog:
         self._page, self._pid, self.limits, self.ends, self._defaults = page, pid, limits, ends, defaults
         self._grace_s, self._spec, self._rank = term_grace_s, spec, rank
         self._floor = 0.0
-        """Time before this does not count, because the machine slept or a debugger was attached."""
+        """Time before this moment does not count, because the machine slept or a debugger was attached."""
         self._started_at = page.since
         """The time of the attempt's start, moved by the time that does not count for its start."""
         self._mark = self._since = self._idle_since = page.since
@@ -176,7 +180,7 @@ class Watchdog:
         """True if the rank was reported to hang, and was not yet reported to work again."""
         self._now = page.since
         self._seen: tuple[float, float] | None = None
-        """A time, and the CPU time that the rank had used by then."""
+        """A time by `time.monotonic`, and the CPU time that the rank had used by then."""
         self._frame = ""
         self.others: list[Watchdog] = []
         """The watchdogs of the other processes of a replica that has several."""
@@ -192,7 +196,7 @@ class Watchdog:
             now: the time by `time.monotonic`.
 
         Returns:
-            The state that the supervisor must act on; None if there is none.
+            The state on which the supervisor must act. None if it need not act.
         """
         page, late_s, passed_s = self._page, now - self.next_look_at, now - self._now
         if late_s < 0:
@@ -201,7 +205,8 @@ class Watchdog:
             self._floor = min(now, max(page.since, self._floor) + late_s)
             self._idle_since = min(now, self._idle_since + late_s)
             self._started_at = min(now, self._started_at + late_s)
-        elif page.unwatched or page.limit_s is not None:  # waits and sections with a limit are not part of the start
+        # the time of waits, and of sections with a limit, is not part of the start
+        elif page.unwatched or page.limit_s is not None:
             self._started_at = min(now, self._started_at + passed_s)
         self._now, self.next_look_at = now, now + LOOK_S
         self._note_mark()
@@ -217,9 +222,9 @@ class Watchdog:
             if (left_s := limit.since + limit.soft_s - now) > 0:
                 self.next_look_at = now + min(LOOK_S, left_s, self._meter.every_s)
                 if now - page.beat > OLD_S - LOOK_S:
-                    self._measure(activity(self._pid))
+                    self._measure(activity(self._judged_pid))
                 return None
-            if (seen := activity(self._pid)) is not None and seen.is_traced:  # a user debugs the process
+            if (seen := activity(self._judged_pid)) is not None and seen.is_traced:  # a user debugs the process
                 self._floor = self._idle_since = now
                 self.next_look_at = now + min(LOOK_S, limit.soft_s)
                 return None
@@ -260,14 +265,15 @@ class Watchdog:
         return min(limits, key=lambda limit: limit.since + limit.soft_s, default=None)
 
     def _limits(self) -> Iterator[Limit]:
-        """Yield the limits that count now, in the order of the table of ADR 0043: limits of special states first."""
+        """Yield the limits that apply now, in the order of the table of ADR 0043: limits of special states first."""
         page, limits, least = self._page, self.limits, self._defaults
         if not page.progress_marks and any(dog.number == 0 and dog._page.progress_marks for dog in self.others):
-            return  # a member that never marks progress, while member 0 does, is not judged
+            return  # a member that never marks progress is not judged if member 0 marks it
         ends = self.ends or limits.are_explicit
         if page.unwatched or (limits.is_off and (limits.start_s is None or page.progress_marks)):
             return
-        if page.limit_s == math.inf:  # it waits for other replicas, whose own limits count; a tick is proof of life
+        # the rank waits for other replicas, whose own limits apply; a tick shows that the rank lives
+        if page.limit_s == math.inf:
             if not limits.is_off:
                 call_s = least.call_s if limits.soft_s is None else max(limits.soft_s, LATE_TICK_S)
                 hard_s = max(limits.hard_s or 0.0, 1.5 * call_s)
@@ -322,7 +328,7 @@ class Watchdog:
         return is_active is True
 
     def _is_same(self, limit: Limit | None) -> bool:
-        """Return True if a limit is the one that was reached, with the same beginning."""
+        """Return True if a limit is the limit that was reached before, and counts from the same time."""
         reached = self._limit
         return reached is not None and limit is not None and (reached.kind, reached.since) == (limit.kind, limit.since)
 
@@ -356,7 +362,7 @@ class Watchdog:
             sentence = self._sentence(limit)
             report = WatchdogReport(sentence, f"{sentence}\n{stacks}" if stacks else None)
             yield (0.0 if is_again else AGAIN_S), report
-        if limit.ends:  # after the stacks were kept, because the outcome that follows names them
+        if limit.ends:  # yielded after the stacks were kept, because the outcome that follows names them
             self._page.note_hang(sentence)
             self._signal(HANG_SIGNAL)
             yield LOOK_S, None
@@ -368,7 +374,9 @@ class Watchdog:
             yield LOOK_S, WatchdogReport(sentence, is_kill=True)
 
     def _joined(self, dumps: Mapping[Watchdog, str]) -> str:
-        """Return the dumps of all members as one text. The accused waits mostly for a member that did not come."""
+        """Return the dumps of all members as one text. The member that was reported usually waits for another
+        member.
+        """
         if not self.others:
             return dumps.get(self, "")
         n = len(self.others) + 1
@@ -391,12 +399,13 @@ class Watchdog:
 
     def _ask_for_stacks(self) -> int | None:
         """Ask the rank to dump its stacks. Return the descriptor of the file. None: the rank cannot dump them."""
-        seen = activity(self._pid)
+        pid = self._judged_pid
+        seen = activity(pid)
         is_able = self._page.ready and self._page.stacks_file >= 0 and self._page.n_stacks < MAX_DUMPS
         if not is_able or (seen is not None and seen.is_stopped):
             return None
         try:
-            file = open_file_of(self._pid, int(self._page.stacks_file), STACKS_NAME)
+            file = open_file_of(pid, int(self._page.stacks_file), STACKS_NAME)
             if file is None:
                 return None  # the user's code has closed the file, and opened another under the same number
             os.ftruncate(file, 0)
@@ -405,17 +414,31 @@ class Watchdog:
         self._signal(STACKS_SIGNAL)
         return file
 
+    @property
+    def _judged_pid(self) -> int:
+        """The process that beats and handles the signals: the rank's, or one of its command that reports for it."""
+        pid = int(self._page.watched)
+        return pid if pid > 0 and start_time(pid) is not None else self._pid
+
     def _signal(self, number: int) -> None:
-        if self._page.ready:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, number)
+        if not self._page.ready:
+            return
+        pid = self._judged_pid
+        with contextlib.suppress(ProcessLookupError, OSError):
+            if pid != self._pid:
+                # It may have ended, and its pid may be another process's by now, which the signal would end.
+                file = open_file_of(pid, int(self._page.stacks_file), STACKS_NAME)
+                if file is None:
+                    return
+                os.close(file)
+            os.kill(pid, number)
 
     # -- the description of a rank without progress
     # ----------------------------------------------------------------------
 
     def _diagnosis(self) -> str:
         """Describe the activity of the rank instead of progress, as in "the main thread waits in a call"."""
-        seen, page = activity(self._pid), self._page
+        seen, page = activity(self._judged_pid), self._page
         if seen is not None and seen.is_stopped:
             return "stopped by SIGSTOP"
         if self._now - page.beat > OLD_S:
@@ -436,7 +459,8 @@ class Watchdog:
         return seen.cpu_s - before[1] > max(LEAST_BUSY_S, BUSY * (self._now - before[0]))
 
     def _sentence(self, limit: Limit) -> str:
-        leader = min((self, *self.others), key=lambda dog: dog.number)  # its page counts the dumps of all members
+        # this member's page counts the dumps of all members
+        leader = min((self, *self.others), key=lambda dog: dog.number)
         reached, n = self._page.reached or {}, int(leader._page.n_stacks)
         where = [f" after {name} {reached[name]:.0f}" for name in ("step", "round") if name in reached]
         stacks = f" All stacks: replicas logs {self._spec.run_id} -r {self._rank} --stacks." if n else ""
@@ -456,7 +480,8 @@ class Watchdog:
         )
         if not self.others:
             return sentence
-        # The accused mostly waits for another member, so the sentence also says what the others do.
+        # The reported member usually waits for another member, so the sentence also describes the activity of the
+        # others.
         others = [f" Member {dog.number}: {dog._diagnosis()}." for dog in self.others]
         return f"Member {self.number} of {len(self.others) + 1}: {sentence}{''.join(others)}"
 

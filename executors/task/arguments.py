@@ -126,7 +126,8 @@ def convert(text: str, annotation: Any) -> Any:
         is_fixed = kind is tuple and parts[-1:] != (...,) and annotation is not tuple
         each = parts if is_fixed else [parts[0] if parts else Any] * len(items)
         texts = [item if isinstance(item, str) else json.dumps(item) for item in items]
-        found = [_convert_or_keep(*pair) for pair in zip(texts, each, strict=True)]  # ValueError for a wrong number
+        # a text that is not a number raises ValueError
+        found = [_convert_or_keep(*pair) for pair in zip(texts, each, strict=True)]
         return tuple(found) if kind is tuple else found
     if kind is dict:
         if isinstance(value := json.loads(text, parse_constant=_refuse_constant), dict):
@@ -331,7 +332,7 @@ def check_call(function: Callable[..., Any], args: Mapping[str, Any], what: str)
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):
-        return  # a builtin without a signature
+        return  # a builtin function may have no signature
     try:
         signature.bind(**args)
     except TypeError as error:

@@ -15,13 +15,13 @@ class Package:
     sha256: str
     """The digest of the archive, in hexadecimal."""
     n_files: int
-    """The number of the user's files in it."""
+    """The number of the user's files in the archive."""
     size_bytes: int
     """The size of the user's files together, unpacked."""
     commit: str | None = None
     """The commit that is checked out. None outside a git repository."""
     dirty: bool | None = None
-    """Whether the files differ from that commit."""
+    """True if the files differ from that commit."""
     files: tuple[str, ...] = field(default=(), repr=False)
     """The user's files, by their paths in the workspace."""
     left_out: tuple[str, ...] = ()

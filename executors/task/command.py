@@ -63,7 +63,7 @@ class Command:
         return shlex.join(self.words)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse the call. A worker runs the command as a child, and calls no function.
+        """Raise an error: a worker runs the command as a child process, and calls no function.
 
         Args:
             args: ignored.

@@ -78,9 +78,10 @@ def plan_run(
         request: the request of the launch.
         run_id: the id of the new run.
         store_url: the url of its store.
-        placements: its ranks by backend.
-        package: the code for replicas on other machines. None, the default: there are none.
-        code: a description of code that is not packed, for the run's record. None, the default: there is none.
+        placements: the placements of the run: its ranks by backend.
+        package: the code for replicas on other machines. None, the default: no replica is on another machine.
+        code: a description of code that is not packed, for the run's record. None, the default: there is no such
+            description.
         key: the key of another run that a signed run takes over. None, the default: a signed run gets a new key.
 
     Raises:
@@ -146,7 +147,7 @@ def create_run(
         run_id: the id of the new run.
         store: its store.
         executor: fields of its placement that describe the executor: at least the name of its `backend`.
-        package: the code for replicas on other machines. None, the default: there are none.
+        package: the code for replicas on other machines. None, the default: no replica is on another machine.
 
     Raises:
         RunExistsError: the id is taken. Nothing was changed.
@@ -190,8 +191,8 @@ def continue_run(
         old: the task of the old run, which the user trusts.
         spec: the new run, without the digest of its task.
         record: the record of the old run.
-        gpu: the GPU of the new run. None: none.
-        timeout: the time limit of the new run in seconds. None: there is none.
+        gpu: the GPU of the new run. None: no GPU.
+        timeout: the time limit of the new run in seconds. None: no limit.
 
     Returns: the spec with the digest of its task.
 
@@ -235,7 +236,8 @@ def write_run(store: Store, run_id: str, new: NewRun) -> None:
     record = to_bytes(new.record)
     try:
         if not store.put_if_absent(run_record_key(run_id), record):
-            name = address_of(store.url, run_id)  # with the store, because another machine may have launched the run
+            # the address has the store, because another machine may have launched the run
+            name = address_of(store.url, run_id)
             raise RunExistsError(
                 f"Run {run_id!r} exists at {store.url}. Look at it with executors.attach({name!r}) or "
                 f"`replicas status {shlex.quote(name)}`, or choose another run id."
@@ -267,7 +269,7 @@ def _write_task(store: Store, place: str, task: bytes, callable_pickle: bytes | 
         store.put(f"{place}/callable.pkl", callable_pickle)
     if code is not None:
         store.put(f"{place}/code.tar.gz", code)
-    store.put(f"{place}/task.json", task)  # last, so that a reader of this object finds the others
+    store.put(f"{place}/task.json", task)  # written last, so that a reader of this object finds the others
 
 
 def _pack_task(
@@ -282,7 +284,8 @@ def _pack_task(
     """
     entrypoint, (kwargs, rank_env) = request.entrypoint, split_rank_env(request.args or {})
     record: dict[str, Any] = {"python": PYTHON, "rank_env": rank_env, "cwd": os.getcwd()}
-    record["launched_with"] = asdict(launched_with)  # so that the digest of the task protects it as well
+    # the task contains the digest of the pickle, so that the digest of the task protects it as well
+    record["launched_with"] = asdict(launched_with)
     if package is not None:
         record |= _code_of(package)
     if isinstance(entrypoint, str):

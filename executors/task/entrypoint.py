@@ -142,7 +142,7 @@ def find_source(text: str) -> tuple[Path, str] | None:
                 f"Name a module of it, as in {text}.train."
             )
     if spec.origin is None or not spec.origin.endswith(".py"):
-        return None  # built in or compiled, so only an import would show its functions
+        return None  # the module is built in or compiled, so only an import would show its functions
     return Path(spec.origin), function
 
 
@@ -169,14 +169,15 @@ def find_definition(text: str) -> tuple[ast.Module, str] | None:
 
 
 def runs_as_script(text: str, *, has_arguments: bool = False) -> bool:
-    """Return True if an entrypoint without a function's name is run like `python` runs it, instead of calling `main`.
+    """Return True if an entrypoint without a function's name is run as `python` would run it, instead of calling its
+    `main`.
 
-    A call of `main` has a result, and a file that Python runs has none. So `main` is called if Python would do nothing
-    else. ADR 0044 has the table.
+    A call of `main` has a result, and a file that Python runs has none. So `main` is called if Python itself would only
+    call `main`. ADR 0044 has the table.
 
     Args:
         text: the entrypoint.
-        has_arguments: whether the launch gives keyword arguments, which only a function takes.
+        has_arguments: True if the launch gives keyword arguments, which only a function takes.
 
     Raises:
         EntrypointImportError: there is no such file or module, or its source has a syntax error.
@@ -186,7 +187,7 @@ def runs_as_script(text: str, *, has_arguments: bool = False) -> bool:
     """
     name = parse_entrypoint(text)
     if ":" in text or (name.file is None and find_module(name.module) is None):
-        return False  # the text names a function
+        return False  # the text names a function, so no other rule applies
     found = find_definition(text)
     names = None if found is None else _names_in(found[0])
     if found is None or names is None:
@@ -311,7 +312,7 @@ _loading: list[str] = []
 
 @contextlib.contextmanager
 def loading(what: str) -> Iterator[None]:
-    """Note within the block that user code is being imported. That code must not call `launch()` meanwhile.
+    """Note within the block that user code is being imported, because that code must not call `launch()`.
 
     Args:
         what: the name of the module, for the error.
@@ -502,7 +503,8 @@ def find_module(dotted: str) -> importlib.machinery.ModuleSpec | None:
     # All finders, because an editable install adds its own one.
     finders: list[Any] = [each for each in sys.meta_path if hasattr(each, "find_spec")]
     for part in dotted.split("."):
-        # By the last part of the name only: for a dotted name, PathFinder needs the parents to be imported.
+        # Only the last part of the name is given, because for a dotted name PathFinder needs the parents to be
+        # imported.
         spec = next((found for finder in finders if (found := finder.find_spec(part, path)) is not None), None)
         if spec is None:
             return None

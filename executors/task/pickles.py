@@ -36,7 +36,8 @@ def pickle_call(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> tupl
             reduced = super().reducer_override(each)
             if isinstance(each, ModuleType):
                 is_by_name = sys.modules.get(each.__name__) is each and not is_by_value(each.__name__)
-                named.update([each.__name__] if is_by_name else [])  # a module by value is in the pickle itself
+                # a module that is pickled by value is in the pickle itself
+                named.update([each.__name__] if is_by_name else [])
             elif reduced is NotImplemented and isinstance(each, FunctionType | type):
                 named.update([each.__module__] if isinstance(each.__module__, str) else [])
             return reduced

@@ -8,7 +8,7 @@ from typing import Any
 
 NAMES = ("rank", "member", "run_id", "attempt", "world_size")
 PLACEHOLDER = re.compile(rf"(\$?)\$\{{({'|'.join(NAMES)})\}}")
-CONTAINERS = (dict, list, tuple)  # exactly these: a subclass may treat its items in its own way
+CONTAINERS = (dict, list, tuple)  # exactly these types, because a subclass may treat its items in its own way
 
 
 def fill(value: Any, of: Mapping[str, object]) -> Any:
@@ -35,7 +35,7 @@ def fill(value: Any, of: Mapping[str, object]) -> Any:
             copies[id(item)] = tuple(map(filled, item))
         return copies.get(id(item), item)
 
-    for at, each in around.items():  # after all copies exist, because a container may hold itself
+    for at, each in around.items():  # filled after all copies exist, because a container may hold itself
         if type(each) is dict:
             copies[at].update((key, filled(item)) for key, item in each.items())
         elif type(each) is list:

@@ -36,7 +36,7 @@ from executors.store.run_key import KEY_ID
 from executors.store.url import RUN_ID
 
 BACKEND_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-CLASS_PATH = re.compile(r"[\w.]{1,200}:[\w.<>]{1,200}")  # <locals> is part of a name, too
+CLASS_PATH = re.compile(r"[\w.]{1,200}:[\w.<>]{1,200}")  # the name of a local function contains <locals>
 OPTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -50,9 +50,11 @@ class Placement(Record):
     """The class of an executor that no installed package registers, as `module:Class`. It is shown, and never imported.
     """
     executor_options: Mapping[str, Any] = checked(json_object, {})
-    """The options of its executor that a reader may take from a record."""
+    """The options of the placement's executor that a reader may take from a record."""
     unrecorded_options: tuple[str, ...] = checked(NAMES, ())
-    """The names of its other options. A user who resumes the run on another machine gives their values again."""
+    """The names of the executor's other options. A user who resumes the run on another machine gives the values of
+    these options again.
+    """
     env: tuple[str, ...] = checked(NAMES, ())
     """The names of the environment variables. Their values are not recorded."""
     secrets: tuple[str, ...] = checked(NAMES, ())
@@ -79,7 +81,7 @@ class LaunchedWith(Record):
     key_id: str | None = checked(nullable(text(8, KEY_ID)), None)
     """The id of the key of a signed run. None: the run is not signed."""
     continues: str | None = checked(nullable(text(40, RUN_ID)), None)
-    """The run, in the same store, from whose newest snapshot this one continues."""
+    """The run, in the same store, from whose newest snapshot this run continues. None: there is none."""
 
     @classmethod
     def parse(cls, data: Any, key: str = RUN_RECORD, url: str = "") -> Self:
@@ -130,7 +132,7 @@ class RunRecord(LaunchedWith):
     python: str = checked(text(100), "")
     code: Mapping[str, Any] | None = checked(nullable(json_object), None)
     origins: Mapping[str, Any] = checked(json_object, {})
-    """Where each setting comes from, by its name: a flag, a variable of the environment, a file."""
+    """The origin of each setting, by its name: a flag, a variable of the environment, or a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,11 +152,11 @@ class TaskRecord(Record):
     modules: tuple[str, ...] | None = checked(nullable(NAMES), None)
     """The modules that the pickled callable imports, without the standard library. None: not known."""
     sources: Mapping[str, Any] = checked(json_object, {})
-    """The text of the files that the callable was defined in, for tracebacks."""
+    """The texts of the files that define the callable, for tracebacks."""
     cwd: str = checked(text(), "")
     """The folder of the launch. Empty: not known."""
     rank_env: str | None = checked(nullable(text(1000)), None)
-    """The name of one more environment variable for the rank."""
+    """The name of an additional environment variable that has the rank. None: there is none."""
     code_sha256: str | None = checked(nullable(text(64, SHA256)), None)
     """The digest of the code that replicas on other machines get. None: there is no such code."""
     requirements: tuple[str, ...] = checked(list_of(text()), ())
@@ -165,7 +167,7 @@ class TaskRecord(Record):
     torch: str | None = checked(nullable(text(100)), None)
     """The version of the launcher's torch. None: it has none, or the replicas run the launcher's own Python."""
     launched_with: LaunchedWith | None = checked(nullable(nested(LaunchedWith)), None)
-    """The rest of the launch that decides which code runs where. None: the task belongs to no launch."""
+    """The other values of the launch that decide which code runs where. None: the task belongs to no launch."""
 
     @property
     def seed(self) -> int | None:

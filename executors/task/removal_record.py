@@ -38,13 +38,13 @@ class Removal(Record):
 
     nonce: str = checked(text(100))
     by: str = checked(text(1000))
-    """The process that began the removal, for messages."""
+    """The host and the pid of the process that began the removal, for messages."""
     at: float = checked(number(LONG_AGO, FAR_AHEAD))
-    """The Unix time at which it began, by that process's clock."""
+    """The Unix time at which the removal began, by the clock of its process."""
     process: str | None = checked(nullable(text(600, IDENTITY)), None)
-    """The same process, as `identify_process` names it."""
+    """The process that began the removal, as `identify_process` names it."""
     is_deleting: bool = checked(flag, False)
-    """Whether the run was found to have ended. Before that, nothing is deleted."""
+    """True if the removal has found that the run has ended. Before that, nothing is deleted."""
 
     @classmethod
     def new(cls) -> Removal:

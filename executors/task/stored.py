@@ -20,7 +20,7 @@ from executors.task.record import LaunchedWith, TaskRecord
 from executors.task.sources import show_sources
 
 READ_TRIES = 3
-MAX_TASK_BYTES = 1 << 30  # the most bytes of each of its objects
+MAX_TASK_BYTES = 1 << 30  # the largest size of each object of a task, in bytes
 PYTHON = "{}.{}".format(*sys.version_info)
 
 
@@ -79,7 +79,7 @@ class StoredTask:
         """The launch of the run. `run.json` has the same, but here the digest of the task proves it.
 
         Raises:
-            CorruptObjectError: the task does not have it.
+            CorruptObjectError: the task has no description of the launch.
         """
         if self.record.launched_with is None:
             key = f"{self.run_id}/{self.folder}/task.json"
@@ -102,7 +102,7 @@ class StoredTask:
 
         Args:
             name: the name of the object in the task's folder.
-            digest: its sha256. None: the object is not checked.
+            digest: the sha256 of the object. None: the object is not checked.
             tolerance: how long to wait for a store that fails. Default: 10 s.
 
         Raises:

@@ -27,7 +27,8 @@ from executors.protocol import ReplicaHandle, ReplicaStatus, ServerlessExecutor
 from executors.testing.helpers import JobCleanup, KnownGaps, eventually
 
 ROW = {"rank", "status", "exit_code", "error", "result", "reason"}
-# The number of replicas, the time to watch them, and the most requests in that time: about one each second.
+# The number of replicas, the seconds for which they are watched, and the largest number of requests in that time: about
+# one each second.
 MANY, WATCHED_S, MOST_LOOKS = 64, 10.0, 12
 TERMINAL = ("succeeded", "failed", "cancelled")
 
@@ -134,7 +135,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
     def lose_reply(self, executor: ServerlessExecutor) -> Callable[[], int]:
         """Make the next start succeed at the service and lose its answer. Override this method.
 
-        Return a function that returns the number of jobs since then.
+        Returns: a function that returns the number of jobs that were started since this call.
 
         Args:
             executor: the executor of the test.
@@ -405,7 +406,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
         assert (row["status"], row["reason"], row["result"]) == ("failed", "timeout", None)
         assert row["error"]
 
-    def test_a_time_limit_does_not_touch_what_is_done(self, executor: ServerlessExecutor) -> None:
+    def test_a_time_limit_does_not_change_a_replica_that_has_ended(self, executor: ServerlessExecutor) -> None:
         for timeout in (4, 60):  # on a busy machine, even a task that returns at once may need more than 4 s
             rows = self.collected(executor, self.launched(executor, 2, task("hang_on"), {"rank": 1}, timeout=timeout))
             if rows[0]["status"] == "succeeded":
@@ -429,7 +430,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
 
     # --- cancelling
 
-    def test_what_is_cancelled_stays_cancelled_and_leaves_the_others(self, executor: ServerlessExecutor) -> None:
+    def test_a_cancelled_replica_stays_cancelled_and_the_others_continue(self, executor: ServerlessExecutor) -> None:
         handles = self.launched(executor, 2, task("hang"), {})
         self.hanging(executor, handles)
         self.cancelled(executor, handles[:1])
@@ -473,7 +474,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
             with pytest.raises(TypeError, match=name):
                 self.launched(executor, 1, task("not_callable_with_these"), args)
 
-    def test_arguments_that_cannot_travel_are_refused(self, executor: ServerlessExecutor) -> None:
+    def test_arguments_that_cannot_be_sent_are_refused(self, executor: ServerlessExecutor) -> None:
         with pytest.raises(TypeError):
             self.launched(executor, 1, task("echo"), {"thing": object()})
 

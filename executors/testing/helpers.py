@@ -55,7 +55,9 @@ class KnownGaps:
     """
 
     expected_failures: ClassVar[Mapping[str, str]] = {}
-    """The reason for each test that is expected to fail. A test that passes all the same is an error (strict xfail)."""
+    """The reason for each test that is expected to fail, by the name of the test. If such a test passes, that is an
+    error (strict xfail).
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -87,14 +89,16 @@ class JobCleanup:
         self.__dict__.setdefault("_acts", []).append(act)
 
     def run_cleanups(self) -> None:
-        """Call the added functions. Their errors are ignored, because a failed test shows the cause."""
+        """Call the functions that tests have added. Errors of these functions are ignored, because a failed test shows
+        the cause.
+        """
         for act in self.__dict__.pop("_acts", []):
             with contextlib.suppress(Exception):
                 act()
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return this process's environment for a new Python, which gets the `sys.path` of this process.
+    """Return this process's environment for a new Python process, which gets the `sys.path` of this process.
 
     Args:
         more: more variables.
@@ -134,7 +138,7 @@ def receive(process: Helper) -> Any:
         process: the process.
 
     Raises:
-        AssertionError: the process has ended instead.
+        AssertionError: the process has ended without a further line.
 
     Example:
         receive(process)

@@ -46,9 +46,9 @@ from executors.testing.helpers import JobCleanup, KnownGaps, eventually
 
 OTHERS: list[dict[str, Any]] = [
     *({"rank": 4}, {"attempt": 2}, {"run_id": "another"}, {"store_url": "s3://bucket/other"}),
-    {"launched_at": 1.8e9},  # another run of the id, after this one was removed
+    {"launched_at": 1.8e9},  # another run with the same id, launched after this run was removed
 ]
-SAY_RANK = (  # prints the rank, which a job finds in the same variables as the bootstrap
+SAY_RANK = (  # Python code that prints the rank, which a job finds in the same variables as the bootstrap
     "import os; e = os.environ; "
     "print('rank', e.get('REPLICA_RANK') or e['REPLICA_RANKS'].split(',')[int(e['JOB_COMPLETION_INDEX'])])"
 )
@@ -301,7 +301,7 @@ class JobServiceContract(KnownGaps, JobCleanup):
         ids = [
             *self.begun_together(service, jobs[:2]),
             *self.begun_together(service, jobs[2:]),
-        ]  # two groups of one name
+        ]  # two groups with the same name
         for each, job_id in zip(jobs, ids, strict=True):
             said = f"rank {each.key.rank}\nhanging\n"
             eventually(lambda job_id=job_id, said=said: service.logs(job_id, 10) == said, within_s=self.patience_s)  # type: ignore[misc]

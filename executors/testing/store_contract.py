@@ -100,7 +100,7 @@ class StoreContract(StoreRaces, KnownGaps):
         assert isinstance(store, Store)
         assert "://" in store.url
 
-    def test_what_was_written_is_read_at_once(self, store: Store) -> None:
+    def test_a_written_object_is_read_at_once(self, store: Store) -> None:
         for size in (0, 1, 4095, 4096, 128 * 1024 - 1, 128 * 1024, 128 * 1024 + 1):
             value = bytes(index * 31 % 251 for index in range(size))
             for verb in ("put", "put_if_absent"):
@@ -168,7 +168,7 @@ class StoreContract(StoreRaces, KnownGaps):
             for start in starts:
                 assert store.get("value", start=start) == value[start:], start
 
-    def test_what_is_read_is_a_read_only_view_of_bytes(self, store: Store) -> None:
+    def test_an_object_is_read_as_a_read_only_view_of_bytes(self, store: Store) -> None:
         store.put("small", b"abc")
         store.put("large", bytes(MIB))
         for key, start, size in (("small", 0, None), ("small", 1, 1), ("large", 0, None), ("large", 5, None)):
@@ -194,7 +194,7 @@ class StoreContract(StoreRaces, KnownGaps):
             with pytest.raises(ValueError, match=f"start={start}, size={size}"):
                 store.get("a", start=start, size=size)
 
-    def test_what_was_read_stays_when_the_object_is_replaced_or_deleted(self, store: Store) -> None:
+    def test_bytes_that_were_read_stay_when_the_object_is_replaced_or_deleted(self, store: Store) -> None:
         for size in (10, MIB):
             store.put("changing", b"a" * size)
             first = store.get("changing")
@@ -234,7 +234,7 @@ class StoreContract(StoreRaces, KnownGaps):
         assert store.put_if_absent("a/b/c", b"2")
         assert bytes(store.get("a/b/c")) == b"2"
 
-    def test_deleting_what_is_not_there_is_no_error(self, store: Store) -> None:
+    def test_deleting_a_missing_object_is_not_an_error(self, store: Store) -> None:
         store.put("a/b", b"1")
         for key in ("nothing", "a/nothing", "a/b/nothing", "a"):
             store.delete(key)
@@ -321,7 +321,7 @@ class StoreContract(StoreRaces, KnownGaps):
             listed = [entry.key for entry in store.list(prefix)]
             assert listed == sorted(key for key in keys if key.startswith(prefix)), prefix
         for prefix in ("/", "/abs", "../", "run-1/../", "run-1//", "./", "//"):
-            with contextlib.suppress(ValueError):  # no key starts so
+            with contextlib.suppress(ValueError):  # no key begins with this text
                 assert list(store.list(prefix)) == [], prefix
 
     def test_an_entry_has_size_and_time(self, store: Store) -> None:

@@ -40,16 +40,18 @@ class StoreRaces:
     n_processes: ClassVar[int] = 4
     """The number of processes that create the same keys."""
     n_times: ClassVar[int] = 250
-    """How often each thread creates and deletes a key. Set a smaller number if each call is a request."""
+    """The number of times that each thread creates and deletes a key. Set a smaller number if each call is a
+    request.
+    """
     n_readings: ClassVar[int] = 50
-    """How often a changing object is read. Set a smaller number if each call is a request."""
+    """The number of reads of a changing object. Set a smaller number if each call is a request."""
 
     @pytest.fixture
     def others(self, store: Store) -> Start:
         """Return a function that starts another process with this store, and waits until the process is ready.
 
         Args:
-            store: the store that the other process opens, too.
+            store: the store that the other process also opens.
         """
         if self.in_process:
             pytest.skip("this store lives in one process")
@@ -101,7 +103,9 @@ class StoreRaces:
             readers = [pool.submit(_read_whole_objects, store, "model", 2 * MIB, self.n_readings) for _ in range(2)]
             assert all(reader.result() for reader in readers)
 
-    def test_readers_never_see_part_of_what_another_process_replaces(self, store: Store, others: Start) -> None:
+    def test_readers_never_see_part_of_an_object_that_another_process_replaces(
+        self, store: Store, others: Start
+    ) -> None:
         store.put("model", bytes(4 * MIB))
         with others("replace", "model", "4") as writer:
             assert receive(writer) == "replaced"
@@ -114,7 +118,7 @@ class StoreRaces:
                 find = functools.partial(_find, store, f"shard/{number}")
                 assert eventually(find, "the writer's next object", every_s=0) == bytes([number]) * (8 * MIB)
 
-    def test_a_killed_writer_leaves_nothing_to_see(self, store: Store, others: Start) -> None:
+    def test_a_killed_writer_leaves_no_visible_object(self, store: Store, others: Start) -> None:
         for verb in ("put", "put_if_absent"):
             with others("write_one", verb, "half", "1024") as writer:
                 writer.kill()

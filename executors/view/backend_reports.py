@@ -32,7 +32,9 @@ class BackendReports:
     def ask(
         self, newest: Mapping[int, Attempt], handles: Mapping[int, Any]
     ) -> dict[int, tuple[ReplicaStatus | None, str]]:
-        """Return for each replica the status that the backend reports, and a text on the thing that it waits for."""
+        """Return for each replica the status that the backend reports, and a text on the thing for which the replica
+        waits.
+        """
         replicas = [PendingReplica(handles[rank], attempt.number) for rank, attempt in newest.items()]
         try:
             found = self._records.placements.observe(replicas)
@@ -91,6 +93,6 @@ class BackendReports:
     def _of_row(self, attempt: Attempt, row: Mapping[str, Any]) -> Outcome:
         """Return the outcome that an executor reports for a replica without an outcome.
 
-        In a signed run it counts as unproven.
+        In a signed run such an outcome counts as unproven.
         """
         return replace(Outcome.of_row(attempt.rank, attempt.number, row), unproven=self._records.record.settings.signed)

@@ -14,13 +14,13 @@ from executors.status import ReplicaState
 
 @dataclass(frozen=True)
 class _Sighting:
-    """When this process first and last saw a heartbeat, by its own clock."""
+    """A heartbeat, with the times at which this process first and last saw it, by the clock of this process."""
 
     attempt: int
     at: float
-    """When it was written, by its host's clock."""
+    """The time in the heartbeat, by the clock of the replica's host."""
     after: float
-    """When the last look saw the one before it."""
+    """The time of the last look that saw the previous heartbeat."""
     first: float
     last: float
 
@@ -39,7 +39,7 @@ class Heartbeats:
         self._clock = clock
         self._seen: dict[int, _Sighting] = {}
         self._last: dict[int, tuple[int, Beat | None]] = {}
-        """By rank, the number of an attempt that has ended, and its last heartbeat."""
+        """The last heartbeat of each attempt that has ended, by rank, with the number of the attempt."""
 
     def over(self, state: ReplicaState, attempt: Attempt, *, has_beat: bool) -> ReplicaState:
         """Return the state of an attempt with the progress and the numbers that its replica reported last.

@@ -30,17 +30,17 @@ class Installations:
         self._clock = clock
         self._wall_clock = wall_clock
         self._seen: dict[str, float] = {}
-        """By attempt, when a look of this process saw the installation first."""
+        """The time at which a look of this process first saw the installation, by attempt."""
 
     def over(self, state: ReplicaState, attempt: Attempt, *, launched_at: float) -> ReplicaState:
         """Return the state of an attempt with the progress of its installation.
 
-        It is unchanged if nothing is installed.
+        The state is returned unchanged if nothing is installed.
 
         Args:
             state: the state without the progress.
-            attempt: the attempt that the state is of.
-            launched_at: when the run was launched, in Unix time.
+            attempt: the attempt that the state belongs to.
+            launched_at: the Unix time of the launch of the run.
 
         Example:
             Installations().over(state, attempt, launched_at=record.created_at).note  # "installing torch, 40 s"

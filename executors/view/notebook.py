@@ -18,13 +18,13 @@ from executors.status import MAX_STEPS, RunStatus
 from executors.view.report.text import inert
 from executors.view.run_view import RunView
 
-EVERY_S = 1.0  # between two updates; longer for a bucket
+EVERY_S = 1.0  # seconds between two updates; longer for a bucket
 SETTLE_S = 10.0
-MAX_POINTS = 500  # of a curve
+MAX_POINTS = 500  # the largest number of points of a curve
 MAX_POINTS_OF_ALL = 20_000  # about 250 kB an update: notebooks disconnect a kernel that sends more each second
 Point = tuple[float, float]
-"""Step and loss."""
-LEFT, TOP, WIDTH, HEIGHT = 60, 10, 560, 160  # of the curves, in units of the SVG
+"""A step, and the loss at that step."""
+LEFT, TOP, WIDTH, HEIGHT = 60, 10, 560, 160  # the size of the curves, in units of the SVG
 
 
 def in_notebook() -> bool:
@@ -85,7 +85,7 @@ class NotebookView:
 
 
 def _kit() -> Any:
-    from IPython import display  # which has no type annotations
+    from IPython import display  # IPython has no type annotations
 
     return display
 
@@ -119,7 +119,7 @@ class Display:
         from executors.view.report.page import head
         from executors.view.run_page import report_document
 
-        with contextlib.suppress(ReplicasError):  # without the head, the table is still shown
+        with contextlib.suppress(ReplicasError):  # if the curves fail, the table is still shown
             return head(report_document(self._run))
         return ""
 

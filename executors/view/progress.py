@@ -14,7 +14,7 @@ from executors.view.report.text import one_line
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-EVERY_S = 10.0  # between two lines
+EVERY_S = 10.0  # seconds between two lines
 BAR_WIDTH = 30
 MAX_BARS = 16  # one bar per rank; a run with more ranks has only one bar
 LINES_AROUND = 4  # rows of a terminal that are not for ranks: two of the run, one above, and the prompt below

@@ -49,7 +49,7 @@ class ReplicaHandles:
     def all(self) -> list[Any]:
         """Return the handles in rank order.
 
-        An entry is None if the rank has no handle, or its handle cannot be read.
+        An element is None if the rank has no handle, or its handle cannot be read.
         """
         if any(self._handles.get(rank, (None, None))[1] is None for rank in self._records.ranks):
             self._records.update()
@@ -65,7 +65,7 @@ class ReplicaHandles:
     def newest(self, ranks: Sequence[int]) -> list[Any]:
         """Return the handles of the ranks' newest attempts.
 
-        An entry is None if the rank has no handle that can be read.
+        An element is None if the rank has no handle that can be read.
 
         Args:
             ranks: the ranks.

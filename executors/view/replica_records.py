@@ -158,12 +158,13 @@ class ReplicaRecords:
 
         Args:
             attempt: the attempt.
-            error: the error that its record raised.
+            error: the error of reading the record.
         """
         self._problems[attempt.rank] = unreadable(attempt, error)
 
     def keep_unrecorded(self, rank: int, error: UnwritableStoreError) -> Outcome:
-        """Remember an outcome for this look only, because it could not be written to the store. Return the outcome.
+        """Remember an outcome only until the next look, because it could not be written to the store. Return the
+        outcome.
 
         Args:
             rank: the rank.

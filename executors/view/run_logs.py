@@ -30,16 +30,16 @@ from executors.view.replica_records import unreadable
 from executors.view.run_state_reader import RunStateReader
 from executors.view.run_view import RunView, known_members
 
-LOOK_S, FAR_LOOK_S = 1.0, 4.0  # between two looks at a run: in a directory, and in a bucket
+LOOK_S, FAR_LOOK_S = 1.0, 4.0  # seconds between two looks at a run: in a directory, and in a bucket
 Which = int | Literal["all"] | None
-"""An attempt, all of them, or the newest."""
+"""The selected attempt of each rank: its number, "all", or None for the newest."""
 Ranks = int | Sequence[int] | None
 Note = Callable[[str], None]
 OnUnread = Callable[[int, BackendError], None]
-"""Gets each rank whose log its backend does not give, and why."""
+"""A function that is called with each rank whose log cannot be read, and with the error."""
 MAX_THREADS = 16
-MAX_PARTS = 16  # of a rank, which a thread reads before they are needed
-KEPT_BYTES = 2 * OUTPUT_TAIL_BYTES  # of the end of a log, in which the output tail of an outcome is searched
+MAX_PARTS = 16  # items of a rank that a thread reads before they are needed
+KEPT_BYTES = 2 * OUTPUT_TAIL_BYTES  # the size of the end of a log in which the output tail of an outcome is searched
 FIELDS = ("rank", "attempt", "run_id")
 """The names that the prefix of a line may contain."""
 
@@ -84,9 +84,9 @@ class LineFilter:
     """
 
     grep: re.Pattern[str] | None = None
-    """Only lines in which this expression is found."""
+    """Only lines in which this expression is found are selected. None: all lines."""
     since: float | None = None
-    """Only lines that came at this Unix time or later."""
+    """Only lines that were written at this Unix time or later are selected. None: no limit."""
     until: float | None = None
     prefix: str | None = None
     """A template of the text before each line. None: the rank in brackets, if there are several ranks."""
@@ -328,7 +328,7 @@ class RunLogs:
             grows: True to follow also ranks that are added later.
 
         Raises:
-            ValueError: the filter has a time. Following does not support one.
+            ValueError: the filter has a time, which a followed log does not support.
         """
         if self._chosen.since is not None or self._chosen.until is not None:
             raise ValueError("A followed log begins with its last lines. Remove since and until.")
@@ -485,7 +485,7 @@ class RunLogs:
     # `follow_logs` calls the next three methods.
 
     def look(self, ranks: Sequence[int] | None) -> dict[int, LogPosition]:
-        """Return the attempt to follow of each rank: the selected one, or the newest one that has a log.
+        """Return the attempt to follow of each rank: the selected attempt, or the newest attempt that has a log.
 
         Args:
             ranks: the ranks. None: all.
@@ -556,7 +556,7 @@ class _Ahead(Generic[T]):
             yield item
 
     def stop(self) -> None:
-        """Ask the thread to end. The call does not wait for the item that it reads now."""
+        """Ask the thread to end. The call does not wait for the item that the thread reads now."""
         self._is_stopped = True
         self._room.release()
 

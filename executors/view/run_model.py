@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from executors.errors import MissingDependencyError, ReplicasError, StoreError
+from executors.errors import MissingDependencyError, ReplicasError, StoreError, install_command
 from executors.patience import retry
 from executors.protocol import Outcome
 from executors.registry.run_index import needed_key
@@ -37,10 +37,10 @@ def load_reader(name: str = "default") -> Any:
     try:
         return found[0].load()
     except ImportError as error:
-        missing = getattr(error, "name", None) or str(error)
+        missing = (getattr(error, "name", None) or str(error)).partition(".")[0]
         raise MissingDependencyError(
-            f"The model of a run cannot be read without the package {missing.partition('.')[0]!r}, which is not "
-            "installed here. Install PyTorch and what trains with it, or use a machine that has them."
+            f"The model of a run cannot be read without the package {missing!r}, which is not installed here. Use a "
+            f"machine that has it, or install what training needs with: {install_command('diloco')}"
         ) from error
 
 

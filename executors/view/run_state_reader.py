@@ -86,7 +86,7 @@ class RunStateReader:
 
         A replica that waits for a restart is pending.
 
-        A look makes one list request, reads new outcomes and handles, and asks the backend once for all replicas
+        Each call makes one list request, reads new outcomes and handles, and asks the backend once about all replicas
         without an outcome. If a replica has failed, it also reads the new entries of the decision log.
 
         Args:

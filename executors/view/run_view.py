@@ -69,7 +69,7 @@ class RunView:
         self._start_looked_at = -math.inf
         self._start_was_abandoned = False
         self.placements = RunPlacements(store, run_id, lambda: self.record, executor, self._noted_options)
-        """Which backend has which rank."""
+        """The backends of the run, each with its ranks."""
 
     @cached_property
     def record(self) -> RunRecord:
@@ -177,8 +177,8 @@ class RunView:
         """Return the state of every replica, with its last report.
 
         Args:
-            reports: True, the default, adds the last report of each replica. This costs one request per replica at a
-                bucket.
+            reports: True, the default, adds the last report of each replica. The reports cost one request per replica
+                at a bucket.
         """
         states = self._with_abandoned(self.reader.look())
         replicas = self.reader.with_reports(states) if reports else states

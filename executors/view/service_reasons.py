@@ -13,8 +13,8 @@ from executors.errors import BackendError, CorruptObjectError, UnknownHandleErro
 from executors.protocol import Outcome
 from executors.registry.placements import Placements, known_supervisors
 
-ASK_WHY_S = 3600.0  # after this time services have forgotten their jobs
-ANSWERS_IN_S = 20.0  # the end of a job is visible after some seconds
+ASK_WHY_S = 3600.0  # seconds after the end of a job from which its service may have forgotten it
+ANSWERS_IN_S = 20.0  # seconds until a service shows the end of a job
 
 
 class ServiceReasons:
@@ -26,7 +26,7 @@ class ServiceReasons:
 
     def __init__(self) -> None:
         self._waited_until: dict[tuple[int, int], float] = {}
-        """By rank and attempt, the monotonic time until which an answer may come. 0.0: no answer is awaited."""
+        """The monotonic time until which an answer may come, by rank and attempt. 0.0: no answer is awaited."""
 
     def is_awaited(self, end: Outcome | None) -> bool:
         """Return True if the service may soon report the reason of an end.
@@ -42,7 +42,7 @@ class ServiceReasons:
         Args:
             ends: the outcomes of replicas that have ended.
             placements: the backends of the run.
-            handle_of: returns the handle of a rank. None: it has none.
+            handle_of: returns the handle of a rank, or None if it has no handle.
         """
         told = [end for end in ends if end.was_told_to_end and self._waited_until.get((end.rank, end.attempt)) != 0.0]
         if not told or time.time() - max(end.finished_at for end in told) > ASK_WHY_S:

@@ -72,7 +72,7 @@ class SupervisorStates:
         return self._lease_ended
 
     def _supervisor(self, rank: int) -> SupervisorStatus | None:
-        """Return the state of the supervisor of a rank. None: the backend cannot say."""
+        """Return the state of the supervisor of a rank. None: the backend does not know it."""
         with contextlib.suppress(BackendError, CorruptObjectError, UnknownHandleError):
             if (handle := self._handles.of(rank)) is not None:
                 return self._records.placements.supervisors(

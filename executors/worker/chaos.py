@@ -7,6 +7,7 @@
     raise:rank=1,round=3,attempt=all         an exception there, in every attempt
     exit:rank=1,round=3,code=75              leave without an outcome
     oom:rank=1,round=3                       let the kernel kill the replica because memory runs out
+    kill:rank=1,round=3,member=2             in process 2 of a replica of several, at a call of process 0
     store:lost=0.02,delay=0.3                2 % of all store calls are done and then fail; each waits up to 0.3 s first
 
 The faults of a run are one of its settings, recorded in `run.json`, and the executor passes them to the replicas. A
@@ -16,6 +17,7 @@ the store, such as a helper, get no faults.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import dataclasses
@@ -34,11 +36,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
 
 from executors.errors import unknown_name
+from executors.replica.shared_page import SharedPage
 from executors.store.faulty import FaultPoint, FaultyStore
 from executors.store.memory import MemoryStore
 from executors.store.protocol import Store
 
 ENTRY_POINTS = "replicas.fault_points"
+STRIKE_SIGNAL = signal.SIGURG  # ignored by default, and not used by Python, torch or the watchdog
+MEMBER_PAUSE_S = 0.005  # between two looks of a member whether it must trigger a fault
+MEMBER_LIMIT_S = 10.0  # the longest wait of member 0 for another one, which may have ended
 EVERY_REPLICA: Mapping[str, FaultPoint] = {
     "claim": FaultPoint("put_if_absent", "*/replicas/{rank:04d}/*/started*.json"),
     "claim-read": FaultPoint("get", "*/replicas/{rank:04d}/*/started*.json"),
@@ -72,17 +78,21 @@ class Strike:
     count: int = 1
     """The number of the call among the calls of that name, from 1 on."""
     when: Literal["before", "after"] = "before"
-    """Before the call is done, or after it and before the replica has the reply. A read that finds nothing is not
-    done."""
+    """"before" strikes before the store's call, and "after" strikes after the call, before the replica has the reply.
+    "after" does not strike at a read that finds no object.
+    """
     attempt: int | None = 0
     """The number of the attempt. None, given as `attempt=all`: every attempt."""
+    member: int = 0
+    """The process that the fault hits, of a replica that has several. The calls that count are those of process 0."""
 
-    def around(self, store: Store, seed: str) -> Store:
+    def around(self, store: Store, seed: str, strike: Callable[[], None] | None = None) -> Store:
         """Return a store whose call triggers the fault.
 
         Args:
             store: the store of the run.
             seed: seeds random faults.
+            strike: triggers the fault. None, the default: the method `strike`.
 
         Raises:
             ValueError: the fields do not fit together.
@@ -100,7 +110,8 @@ class Strike:
             raise ValueError("rounds count from 1, got round=0.")
         number, index = ("*", "*") if self.round is None else (self.round, self.round - 1)
         key = point.key.format(rank=self.rank, round=number, index=index)
-        before, after = (self.strike, None) if self.when == "before" else (None, self.strike)
+        act = strike or self.strike
+        before, after = (act, None) if self.when == "before" else (None, act)
         deadly = FaultyStore(store, seed=0)
         deadly.fail_at(point.verb, key=key, inside=point.inside, count=self.count, before=before, after=after)
         return deadly
@@ -108,11 +119,17 @@ class Strike:
     def strike(self) -> None:
         """Print a line into the replica's log, and then trigger the fault."""
         which = "" if self.round is None else f" of round {self.round}"
-        line = f"chaos: rank {self.rank} {self.verb} {self.when} {self.at} {self.count}{which}"
+        member = f"member {self.member} of " if self.member else ""
+        line = f"chaos: {member}rank {self.rank} {self.verb} {self.when} {self.at} {self.count}{which}"
         try:
             print(line, file=sys.stderr, flush=True)
         finally:  # the user's code may have closed or replaced stderr
             self.act(line)
+
+    @property
+    def is_at_once(self) -> bool:
+        """True if any thread can trigger the fault, also while the main thread is in a call into C."""
+        return True
 
     def act(self, line: str) -> None:
         """Trigger the fault in this process.
@@ -131,9 +148,9 @@ class Kill(Strike):
     every: float = 0.0
     """Seconds between two kills by the supervisor, of `rank` or of a random rank. 0: a single kill at a store call."""
 
-    def around(self, store: Store, seed: str) -> Store:
+    def around(self, store: Store, seed: str, strike: Callable[[], None] | None = None) -> Store:
         if not self.every:
-            return Strike.around(self, store, seed)
+            return Strike.around(self, store, seed, strike)
         if not 0.01 <= self.every < math.inf:
             raise ValueError(f"every is a number of seconds, at least 0.01, got every={self.every}.")
         if self != Kill(every=self.every, rank=self.rank):
@@ -151,10 +168,14 @@ class Hang(Strike):
     verb: ClassVar[str] = "hangs"
     how: str = "lock"
 
-    def around(self, store: Store, seed: str) -> Store:
+    def around(self, store: Store, seed: str, strike: Callable[[], None] | None = None) -> Store:
         if self.how not in HANGS:
             raise ValueError(unknown_name("way to hang", self.how, HANGS))
-        return Strike.around(self, store, seed)
+        return Strike.around(self, store, seed, strike)
+
+    @property
+    def is_at_once(self) -> bool:
+        return self.how in ("gil", "spin", "stop")
 
     def act(self, line: str) -> None:
         HANGS[self.how]()
@@ -165,6 +186,10 @@ class Raise(Strike):
     """An exception in the user's call."""
 
     verb: ClassVar[str] = "raises"
+
+    @property
+    def is_at_once(self) -> bool:
+        return False
 
     def act(self, line: str) -> NoReturn:
         raise RuntimeError(line)
@@ -177,10 +202,10 @@ class Exit(Strike):
     verb: ClassVar[str] = "exits"
     code: int = 1
 
-    def around(self, store: Store, seed: str) -> Store:
+    def around(self, store: Store, seed: str, strike: Callable[[], None] | None = None) -> Store:
         if not 0 <= self.code <= 255:
             raise ValueError(f"an exit code is from 0 to 255, got code={self.code}.")
-        return Strike.around(self, store, seed)
+        return Strike.around(self, store, seed, strike)
 
     def act(self, line: str) -> NoReturn:
         os._exit(self.code)
@@ -222,7 +247,7 @@ SMALL_MEMORY_BYTES = 64 << 20
 
 
 def _hold_gil() -> None:
-    """Lock a C mutex twice. No signal ends that, unlike `sleep`."""
+    """Lock a C mutex twice, which waits forever. Unlike `sleep`, no signal interrupts this wait."""
     libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
     libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_lock(mutex)
@@ -241,7 +266,7 @@ def _loop() -> NoReturn:
 
 HANGS: Mapping[str, Callable[[], object]] = {
     "gil": _hold_gil,
-    "spin": lambda: re.match("(a+)+$", "a" * 64 + "b"),  # holds the GIL, and computes for ages
+    "spin": lambda: re.match("(a+)+$", "a" * 64 + "b"),  # one call that holds the GIL and computes for a very long time
     "lock": _lock_twice,
     "loop": _loop,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -294,12 +319,13 @@ KINDS: Mapping[str, type[Strike] | type[StoreFaults]] = {
 }
 
 
-def check_chaos(specs: Iterable[str], n: int) -> tuple[str, ...]:
+def check_chaos(specs: Iterable[str], n: int, procs: int | None = 1) -> tuple[str, ...]:
     """Return the specs after a check against a run of `n` replicas.
 
     Args:
         specs: the specs, as in "kill:rank=1,round=3".
         n: the number of replicas.
+        procs: the number of processes of each replica. None: it is counted where a replica starts. Default 1.
 
     Raises:
         ValueError: a spec cannot be parsed, or does not fit the run. For an unknown name, the message has the nearest
@@ -310,6 +336,10 @@ def check_chaos(specs: Iterable[str], n: int) -> tuple[str, ...]:
         found = parse(spec)
         if found.rank is not None and found.rank >= n:
             raise ValueError(f"chaos {spec!r}: the run has the ranks 0 to {n - 1}, got rank={found.rank}.")
+        member = getattr(found, "member", 0)
+        if procs is not None and member >= procs:
+            has = "one process, 0" if procs == 1 else f"the processes 0 to {procs - 1}"
+            raise ValueError(f"chaos {spec!r}: each replica has {has}, got member={member}. Change member or --procs.")
         if isinstance(found, OutOfMemory):
             try:
                 small_memory()
@@ -347,7 +377,9 @@ def parse(spec: str) -> Strike | StoreFaults:
     return found
 
 
-def inject_faults(store: Store, specs: Sequence[str], rank: int, attempt: int) -> Store:
+def inject_faults(
+    store: Store, specs: Sequence[str], rank: int, attempt: int, page: SharedPage | None = None, procs: int = 1
+) -> Store:
     """Return the store of one attempt of a rank, with the faults for this attempt.
 
     Args:
@@ -355,15 +387,80 @@ def inject_faults(store: Store, specs: Sequence[str], rank: int, attempt: int) -
         specs: the specs of the run.
         rank: the rank.
         attempt: the number of the attempt.
+        page: the page of this process, through which it asks other members for their faults. None: there are none.
+        procs: the number of processes of the replica. Default 1.
     """
-    chaos = [(parse(spec), f"{number} {rank} {attempt}") for number, spec in enumerate(specs)]
-    # Strikes are the inner store, because they count calls. A call whose reply is lost has reached the inner store.
+    # The store with strikes is the inner store, because strikes count calls. A call whose reply is lost has reached the
+    # inner store.
     for kind in (Strike, StoreFaults):
-        for spec, seed in chaos:
-            is_here = spec.rank in (None, rank) and getattr(spec, "attempt", None) in (None, attempt)
-            if isinstance(spec, kind) and is_here:
+        for number, spec in enumerate(map(parse, specs)):
+            if not isinstance(spec, kind) or not _is_for(spec, rank, attempt):
+                continue
+            seed = f"{number} {rank} {attempt}"
+            if isinstance(spec, Strike) and spec.member:
+                if spec.member >= procs:  # the processes are counted where the replica starts, as with --procs gpu
+                    text = f"chaos {specs[number]!r}: rank {rank} has {procs} processes, so nothing happens in it."
+                    print(text, file=sys.stderr, flush=True)
+                elif page is not None:
+                    store = spec.around(store, seed, functools.partial(_ask_member, page, number))
+            else:
                 store = spec.around(store, seed)
     return store
+
+
+def _is_for(spec: Strike | StoreFaults, rank: int, attempt: int) -> bool:
+    return spec.rank in (None, rank) and getattr(spec, "attempt", None) in (None, attempt)
+
+
+def _ask_member(page: SharedPage, number: int) -> None:
+    """Ask another member to trigger a fault, and wait until it begins, so that the order of `when` holds."""
+    page.strike = number + 1
+    ends_at = time.monotonic() + MEMBER_LIMIT_S
+    while page.strike and time.monotonic() < ends_at:
+        time.sleep(MEMBER_PAUSE_S)
+
+
+def await_strikes(specs: Sequence[str], rank: int, attempt: int, member: int, leader_page: SharedPage) -> None:
+    """Trigger the faults of a member in this process when member 0 asks for them. A thread waits for that.
+
+    The main thread of the process calls this, because faults such as an exception happen in the main thread.
+
+    Args:
+        specs: the specs of the run.
+        rank: the rank.
+        attempt: the number of the attempt.
+        member: the number of this process in its replica.
+        leader_page: the page of member 0.
+    """
+    found = {
+        number: spec
+        for number, spec in enumerate(map(parse, specs))
+        if isinstance(spec, Strike) and spec.member == member and _is_for(spec, rank, attempt)
+    }
+    if not found:
+        return
+    due: list[Strike] = []
+    signal.signal(STRIKE_SIGNAL, lambda *_: due.pop().strike())
+    main_thread, pid = threading.get_ident(), os.getpid()
+
+    def wait() -> None:
+        while True:
+            number = int(leader_page.strike) - 1
+            if number in found:
+                spec = found[number]
+                leader_page.strike = 0
+                if spec.is_at_once:
+                    spec.strike()
+                else:
+                    # The main thread may be in a call into C. Then the fault happens when this call returns.
+                    due.append(spec)
+                    signal.pthread_kill(main_thread, STRIKE_SIGNAL)
+            time.sleep(MEMBER_PAUSE_S)
+
+    # Not a thread of `threading`, because `start` waits until the thread runs.
+    _thread.start_new_thread(wait, ())
+    # A forked helper of the replica has no such thread, and its signals have their defaults.
+    os.register_at_fork(after_in_child=lambda: os.getpid() != pid and signal.signal(STRIKE_SIGNAL, signal.SIG_IGN))
 
 
 class Killer:
@@ -408,6 +505,6 @@ def _value(name: str, text: str, kind: str) -> Any:
         value = int(text) if is_integer else float(text)
     except ValueError:
         raise ValueError(f"{name} is {'an integer' if is_integer else 'a number'}, got {name}={text}.") from None
-    if name in ("rank", "round", "attempt") and value < 0:
+    if name in ("rank", "round", "attempt", "member") and value < 0:
         raise ValueError(f"{name} must be at least 0, got {name}={value}.")
     return value

@@ -78,7 +78,7 @@ def _end_before_start(attempt: Attempt) -> NoReturn:
 def _nonce_that_counts(attempt: Attempt, claim: bytes) -> str:
     """Create a claim, and return the nonce of the claim that is in the store afterwards.
 
-    It may be called again after a lost reply.
+    The function may be called again after a lost reply.
     """
     # A create may succeed although its reply is lost, so the read decides.
     attempt.create(CLAIM, claim)

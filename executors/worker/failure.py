@@ -21,7 +21,7 @@ ANSWERS_OF_STORES = (KeyNotFoundError, CorruptObjectError, UnsafeStoreError)
 LAST_LINES, FEW_LINES, MAX_LAST_WORDS = 12, 6, 300
 FRAME = " \t│╭╮╰╯─|+-"
 NAMED_ERROR = re.compile(r"(?i)\berror\b\W*\s\w")  # includes `train.py: error: …` of argparse and `ERROR: …` of fire
-MAX_MESSAGE = 10_000  # of a message, when two errors are compared
+MAX_MESSAGE = 10_000  # the characters of a message that are compared
 NOTEBOOK = ("/ipykernel_", "<ipython-input-")
 
 
@@ -38,9 +38,9 @@ def describe_failure(error: BaseException) -> dict[str, str | None]:
     while first is not None and not _is_users(first):
         first = first.tb_next
     if first is not None:
-        trace = first  # our frames before the user's first one do not help the user
+        trace = first  # frames of this project before the user's first frame do not help the user
     leaf, lines, place = error, [_first_line(error)], _place(trace)
-    while isinstance(leaf, BaseExceptionGroup):  # its own message has only the number of its members
+    while isinstance(leaf, BaseExceptionGroup):  # the message of a group has only the number of its members
         leaf = leaf.exceptions[0]
         lines, place = [lines[0], _first_line(leaf)], _place(leaf.__traceback__) or place
     return {
@@ -68,7 +68,7 @@ def last_error(printed: str) -> str:
 
 
 def fingerprint_of(error: BaseException) -> str | None:
-    """Return a hash of an exception. Two exceptions with the same hash differ at most in numbers in their messages.
+    """Return a hash of an exception. Two exceptions with the same hash differ at most in the numbers in their messages.
 
     The hash covers the type, message and place of the exception, of its causes, and of the members of a group. The
     message alone is not enough, because `raise … from` and a TaskGroup have the same message for every cause. The
@@ -77,8 +77,8 @@ def fingerprint_of(error: BaseException) -> str | None:
     Args:
         error: the exception.
 
-    Returns: 64 hexadecimal digits. None for an error of a store, which all replicas get and which passes. So equal
-        errors of this kind do not show that the next attempt would fail, too.
+    Returns: 64 hexadecimal digits. None for an error of a store. All replicas get such an error during an outage, so
+        equal errors of this kind do not show that the next attempt would fail as well.
     """
     _, *others = errors = list(all_of(error))
     if any(map(is_store_failure, errors)):
@@ -125,7 +125,7 @@ def all_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def _place(trace: TracebackType | None) -> str | None:
-    """Return the file and the line of the user's innermost frame. Frames below it are in libraries."""
+    """Return the file and the line of the user's innermost frame. Deeper frames are in libraries."""
     found = None
     while trace is not None:
         if _is_users(trace):

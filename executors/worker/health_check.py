@@ -44,7 +44,7 @@ def check_health(name: str, end: Callable[[str], None] | None = None, limit_s: f
     except (Exception, SystemExit) as error:
         if sigterm_arrived():
             raise
-        traceback.print_exc()  # the outcome has only its last line
+        traceback.print_exc()  # the outcome has only the last line of the traceback
         raise UnhealthyError(f"The health check {name} failed: {type(error).__name__}: {error}") from error
     finally:
         timer.cancel()

@@ -27,9 +27,9 @@ from executors.worker.log_copy import LIVE_BYTES, LogCopy
 from executors.worker.pace import Pace
 from executors.worker.sigterm import sigterm_arrived
 
-COPY_S = 60.0  # between two copies of the end of the output
-LOOK_S = 1.0  # between two checks for new reports, which is also the shortest time between two heartbeats
-BEAT_S = 10.0  # between two heartbeats without a new report
+COPY_S = 60.0  # seconds between two copies of the end of the output
+LOOK_S = 1.0  # seconds between two checks for new reports, which is also the shortest time between two heartbeats
+BEAT_S = 10.0  # seconds between two heartbeats without a new report
 
 
 class Heartbeat:
@@ -37,10 +37,11 @@ class Heartbeat:
 
     Args:
         replica: the replica.
-        supervisor_pid: the supervisor. If it ends, this thread ends the replica. None, the default: there is none.
+        supervisor_pid: the supervisor. If the supervisor ends, this thread ends the replica. None, the default: there
+            is no supervisor.
         grace_s: seconds between SIGTERM and SIGKILL if this thread ends the replica. Default 5.
         log: the output whose end is copied every minute. None, the default: nothing is copied.
-        is_silent: True writes nothing, as in the members of a replica beside member 0. Default False.
+        is_silent: True writes nothing, as in all members of a replica except member 0. Default False.
         is_speaker: True in a process of a command that reports in the place of its worker. Default False.
     """
 
@@ -67,7 +68,7 @@ class Heartbeat:
         self._is_speaker = is_speaker
         self._heard = 0
         """The pid of the process of a command whose last report the replica has."""
-        self._wakeup = _thread.allocate_lock()  # held until the thread must look, or end
+        self._wakeup = _thread.allocate_lock()  # this lock is held until the thread must look, or end
         self._wakeup.acquire()
         if replica.warnings is not None:
             replica.warnings.on_first = self._wake
@@ -86,7 +87,7 @@ class Heartbeat:
         _thread.start_new_thread(self._run, ())
 
     def _run(self) -> None:
-        if self._replica.page is not None and not self._is_speaker:
+        if self._replica.page is not None and (not self._is_speaker or self._replica.page.watched == os.getpid()):
             self._replica.page.heartbeat_thread = _thread.get_native_id()
         beaten_at = -BEAT_S
         copied_at = time.monotonic()
@@ -100,7 +101,8 @@ class Heartbeat:
                 continue
             now = time.monotonic()
             self._pace.look(now, self._replica.reported.get("step"))
-            # Before the heartbeat with their number, so that a reader of the number finds the record.
+            # Warnings are written before the heartbeat that counts them, so that a reader of the count finds the
+            # record.
             self._write_warnings()
             if self._is_left_to_speaker():
                 beaten_at = now
@@ -116,7 +118,8 @@ class Heartbeat:
             if self._replica.recorder is not None:
                 with self._writing:
                     if not self._is_stopped and not self._run_is_gone:
-                        self._replica.recorder.look(is_last=sigterm_arrived())  # after SIGTERM it may be killed soon
+                        # after SIGTERM this process may be killed soon
+                        self._replica.recorder.look(is_last=sigterm_arrived())
 
     def _is_left_to_speaker(self) -> bool:
         """True if a process of the replica's command writes the heartbeats now."""
@@ -174,8 +177,8 @@ class Heartbeat:
             self._note(math.inf)
 
     def _wake(self) -> None:
-        """Make the thread look at once. Any thread may call this."""
-        with contextlib.suppress(RuntimeError):  # the thread is awake already
+        """Make the thread of this object look at once. Any thread may call this method."""
+        with contextlib.suppress(RuntimeError):  # the lock is free, so the thread is awake already
             self._wakeup.release()
 
     def _write_warnings(self) -> None:

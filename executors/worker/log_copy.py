@@ -11,8 +11,8 @@ from executors.errors import StoreError
 from executors.store.record_names import run_folder_was_deleted
 
 NAME = "output.log"
-LIVE_BYTES = 256 << 10  # copied while the replica runs
-FINAL_BYTES = 16 << 20  # copied at its end
+LIVE_BYTES = 256 << 10  # the bytes that are copied while the replica runs
+FINAL_BYTES = 16 << 20  # the bytes that are copied at the end of the replica
 
 
 class LogCopy:
@@ -29,7 +29,8 @@ class LogCopy:
         self._copied: tuple[int, int] | None = None
 
     def put(self, n_bytes: int) -> None:
-        """Copy the last bytes, unless the store has them already. A failure is ignored, because another copy follows.
+        """Copy the last bytes of the file, unless the store already has them. A failure is ignored, because another
+        copy follows.
 
         Args:
             n_bytes: the most bytes to copy.

@@ -100,7 +100,9 @@ class Assignment:
     task: StoredTask | None = None
     """The task, if the parent has read it."""
     supervisor_pid: int | None = None
-    """The parent that supervises this process, and with which this process ends. None: a third party's process."""
+    """The parent that supervises this process. This process ends with its parent. None: an executor outside this
+    project started the process.
+    """
     output_tail: Callable[[], str] = str
     """Returns the end of the output, for the outcome."""
     log_file: Path | None = None
@@ -108,17 +110,23 @@ class Assignment:
     term_grace_s: float = 5.0
     """Seconds between SIGTERM and SIGKILL."""
     torch_threads: int | None = None
-    """The number of threads of torch and OpenMP. None: their own default."""
+    """The number of threads of torch and OpenMP. None: the defaults of torch and OpenMP."""
     gpu: str | None = None
-    """The GPU that the launch asked for. None: none, and torch is not checked."""
+    """The GPU that the launch requests. None: no GPU, and torch is not checked."""
     how: str | None = None
     """How the attempt was started; see `Outcome`."""
     page: SharedPage | None = None
-    """The memory that this process shares with its supervisor. None: it has none."""
+    """The memory that this process shares with its supervisor. None: there is none."""
+    has_log_in_page: bool = False
+    """True if the end of the output is only in the page, so that the output of a command must be copied into it."""
     member: MemberPlace | None = None
-    """The number and the shared objects of this process in a replica of several. None: it is the only one."""
+    """The number and the shared objects of this process in a replica of several processes. None: the replica has one
+    process.
+    """
     continue_as: Callable[[int], Assignment] | None = None
-    """Prepares this process for its next attempt, of this number. None: it runs one attempt only."""
+    """A function that prepares this process for its next attempt, given the number of that attempt. None: the process
+    runs one attempt only.
+    """
 
 
 def main(assignment: Assignment) -> NoReturn:
@@ -127,7 +135,7 @@ def main(assignment: Assignment) -> NoReturn:
     Args:
         assignment: the replica.
     """
-    faulthandler.enable()  # a segfault leaves its Python stack
+    faulthandler.enable()  # so that a segfault prints its Python stack
     handle_sigterm(assignment.page)
     waits.report = lambda words: _print(f"replicas: rank {assignment.rank}: {words}\n")
     code = 1
@@ -153,7 +161,7 @@ def _run_attempts(assignment: Assignment) -> int:
         worker = _Worker(following)
         code = worker.run()
         following = worker.await_next()
-        del worker  # it holds the replica, and with it what the user has attached
+        del worker  # the object holds the replica, and with it the objects that the user has attached
     return code
 
 
@@ -182,7 +190,8 @@ def call_replica(run: str, digest: str | None = None) -> Any:
     argv = sys.argv
     set_environment(worker.replica)
     worker.heartbeat.start()
-    # Only within the block, because this process continues afterwards, and its later warnings are not the replica's.
+    # Warnings are collected only within the block, because this process continues afterwards, and its later warnings do
+    # not belong to the replica.
     with collect_warnings(worker.warnings):
         try:
             outcome = worker.succeeded(
@@ -195,13 +204,13 @@ def call_replica(run: str, digest: str | None = None) -> Any:
                 with contextlib.suppress(StoreError):
                     worker.attempt.request_cancel()
         finally:
-            sys.argv = argv  # the process belongs to the caller, who may read it later
+            sys.argv = argv  # the process belongs to the caller, who may read this variable later
         worker.stop(outcome)
     if error is not None:
         try:
-            # Only briefly, because the caller waits for the error.
+            # The store is tried only briefly, because the caller waits for the error.
             worker.attempt.record(worker.with_warnings(outcome), tolerance=BRIEF)
-        except StoreError as failure:  # the user's own error matters more, so that one is raised below
+        except StoreError as failure:  # the user's own error matters more, so it is raised below
             _print(f"replicas: rank {rank}: its outcome cannot be recorded: {failure}\n")
         raise error
     recorded = worker.record(outcome)
@@ -222,10 +231,14 @@ class _Worker:
         self._place = place = assignment.member
         self._leads = place is None or place.is_leader
         store = retry(lambda: store_at(spec.store_url), START)
-        if spec.settings.chaos and self._leads:
-            from executors.worker.chaos import inject_faults
+        if chaos := spec.settings.chaos:
+            from executors.worker.chaos import await_strikes, inject_faults
 
-            store = inject_faults(store, spec.settings.chaos, rank, spec.attempt)
+            if place is None or place.is_leader:
+                procs = 1 if place is None else place.of
+                store = inject_faults(store, chaos, rank, spec.attempt, assignment.page, procs)
+            else:
+                await_strikes(chaos, rank, spec.attempt, place.number, place.leader_page)
         began = time.monotonic()
         n_decisions = 0 if assignment.page is None else int(assignment.page.n_decisions)
         hold_key(store.url, spec.run_id, spec.key)
@@ -258,14 +271,16 @@ class _Worker:
         self._raised: BaseException | None = None
         self._task: StoredTask | None = None
         self._hooks: RestartHooks | None = None
-        """The hooks of a restartable entrypoint, when it is loaded. None: it is called once."""
+        """The hooks of a restartable entrypoint, after it was loaded. None: the entrypoint is called once."""
         self._threads: set[int] = set()
         """The threads before the call of the entrypoint."""
         self._folder: str | None = None
-        """The working directory before that call."""
+        """The working directory before the call of the entrypoint."""
         self._goes_on = False
         self._entrypoint: str | None = None
-        """The entrypoint if it got no options; None while it is not known, or if it got some."""
+        """The name of the entrypoint, if the user gave it no options. None: the user gave options, or the entrypoint is
+        not known yet.
+        """
 
     def run(self) -> int:
         """Call the entrypoint, record the outcome, and return the exit code of the process."""
@@ -313,10 +328,11 @@ class _Worker:
         _flush()
         self._record(outcome)
         code = 1 if outcome.exit_code is None else outcome.exit_code
-        return code if code >= 0 else 128 - code  # a command that signal N ended, as a shell reports it
+        # the exit code of a command that signal N ended, as a shell reports it
+        return code if code >= 0 else 128 - code
 
     def _note_surroundings(self) -> None:
-        """Note what a further call of the entrypoint in this process must find again."""
+        """Note the state that a further call of the entrypoint in this process must find again."""
         if self._hooks is not None:
             self._threads = running_threads()
             with contextlib.suppress(OSError):  # the working directory may be deleted
@@ -332,7 +348,7 @@ class _Worker:
         return assignment.page is not None and assignment.page.ending_at is None
 
     def await_next(self) -> Assignment | None:
-        """Make this process fit for a further call, and wait for the decision of the supervisor.
+        """Clean up this process for a further call of the entrypoint, and wait for the decision of the supervisor.
 
         Returns: the next attempt. None: this process must end.
         """
@@ -388,7 +404,7 @@ class _Worker:
             self._entrypoint = task.record.entrypoint
         settings = None if launched is None else launched.settings
         if settings is not None and settings.health_check is not None:
-            # The first time, because the check may import user modules.
+            # The seeds are set here for the first time, because the check may import user modules.
             seed_generators(replica, task.record.seed, but=set())
             with replica.section("health check", LIMIT_S):
                 check_health(settings.health_check, self._end_unhealthy if self._assignment.supervisor_pid else None)
@@ -430,7 +446,7 @@ class _Worker:
         if self._tracking is not None:
             has_succeeded = outcome is not None and outcome.status is ReplicaStatus.SUCCEEDED
             self._tracking.finish(has_succeeded=has_succeeded, is_hurried=outcome is None or sigterm_arrived())
-            self.warnings.write(is_last=True)  # with the warning of a tracker that did not finish
+            self.warnings.write(is_last=True)  # the count includes the warning of a tracker that did not finish
 
     def succeeded(self, value: Any) -> Outcome:
         """Return the outcome of an entrypoint that returned: a success if the result is a JSON value.
@@ -468,17 +484,21 @@ class _Worker:
             if not message and (tail := self._assignment.output_tail().strip()):
                 text += f" It printed: {last_error(tail)}"
             if code == BAD_OPTIONS and self._entrypoint is not None:
-                text += f" The options of a script go behind --: {command_for(self._entrypoint)} -- …"
+                text += f" The options of a script go after --: {command_for(self._entrypoint)} -- …"
             return self._failed("no_result", text, code, fingerprint=fingerprint_of(error))
         commands = sys.modules.get("executors.worker.run_command")
         if commands is not None and isinstance(error, commands.CommandFailedError):
             if (page := self.replica.page) is not None and page.ending_at is not None:
-                return self._left(page)  # one of its processes has read that it must end
+                return self._left(page)  # one of the command's processes has read that it must end
+            if page is not None and page.hang_raised_at and page.diagnosis:  # one of its processes hung
+                text = "\n".join(filter(None, (page.diagnosis, error.noted)))
+                return self._failed("hang", text, error.exit_code or 1, error_line=page.diagnosis)
             return self._failed(**commands.outcome_fields(error, self._assignment.output_tail))
         if isinstance(error, NoGpuError):
             return self._failed("start_failed", str(error), 1, fingerprint=fingerprint_of(error))
         if isinstance(error, UnhealthyError):
-            # Without a fingerprint, because the machine may be the cause: equal failures do not give the rank up.
+            # The outcome has no fingerprint, because the machine may be the cause. So equal failures do not give up the
+            # rank.
             return self._failed("start_failed", str(error), 1)
         reason: Any = error.outcome_reason if isinstance(error, ReplicasError | HangError) else "exception"
         fields = describe_failure(error)
@@ -518,7 +538,8 @@ class _Worker:
         return describe_end(ending, self.replica.rank, self.replica.world_size, **values)
 
     def _record(self, outcome: Outcome) -> None:
-        if run_was_deleted(self.attempt.store, self.attempt.run_id):  # an outcome would create its folder again
+        # writing an outcome would create the folder of the deleted run again
+        if run_was_deleted(self.attempt.store, self.attempt.run_id):
             return
         if self._place is not None and not self.heartbeat.supervisor_is_gone:
             self._leave_end(self._place, outcome)
@@ -526,7 +547,9 @@ class _Worker:
             self.record(replace(outcome, output_tail=self._assignment.output_tail()))
 
     def _leave_end(self, place: MemberPlace, outcome: Outcome) -> None:
-        """Leave the end of this member for the supervisor, which records one outcome for all members."""
+        """Write the outcome of this member into its file for the supervisor, which records one outcome for all
+        members.
+        """
         if self._leads:
             outcome = self.with_warnings(outcome)
             self.warnings.write(is_last=True)
@@ -566,12 +589,12 @@ class _Worker:
 
     def _write(self, outcome: Outcome) -> Outcome:
         outcome = self.with_warnings(outcome)
-        # Before the outcome, so that a reader of the outcome finds all records of the attempt.
+        # Written before the outcome, so that a reader of the outcome finds all records of the attempt.
         self.warnings.write(is_last=True)
         if self._log is not None:
             self._log.put(FINAL_BYTES)
         recorded = self.attempt.record(outcome)
-        # Again, because the first write may have failed in an outage that has ended since.
+        # Written again, because the first write may have failed in an outage that has ended since.
         self.warnings.write(is_last=True)
         if self._log is not None:
             self._log.put(FINAL_BYTES)
@@ -612,13 +635,15 @@ def _call_entrypoint(task: Callable[[], Any]) -> Any:
 
 def _exit_code(given: object) -> int:
     """Return the exit code of `sys.exit(given)`. A multiple of 256 gives 1, because it must not look like a success."""
-    if isinstance(given, int):  # a bool counts, too, as in sys.exit(not is_fine)
+    if isinstance(given, int):  # a bool is an exit code as well, as in sys.exit(not is_fine)
         return given & 0xFF or int(given != 0)
     return int(given is not None)
 
 
 def _load(replica: Replica, stored: StoredTask, assignment: Assignment) -> functools.partial[Any]:
-    """Load the task. Seed all generators before the import of the user's module, and newly loaded ones after it."""
+    """Load the task. Seed all random generators before the import of the user's module, and the generators of newly
+    loaded libraries after it.
+    """
     if stored.record.python_version is not None:  # the task came from another machine
         from executors.task.stored import version_warning
 
@@ -627,18 +652,20 @@ def _load(replica: Replica, stored: StoredTask, assignment: Assignment) -> funct
             if replica.warnings is not None:
                 replica.warnings.add(warning)
     seeded = seed_generators(replica, stored.record.seed, but=set())
-    launched = stored.record.launched_with  # it lacks some variables that a resume or an addition gives
+    launched = stored.record.launched_with  # the record lacks some variables that a resume or an addition gives
     given = {*assignment.spec.env, *_recorded_env(replica.rank, launched)}
     own = fill_in_environment(replica, given)
     if (command := stored.record.command) is not None:
-        from executors.worker.run_command import run_command  # only here, because it imports `subprocess`
+        # imported only here, because the module imports `subprocess`
+        from executors.worker.run_command import run_command
 
         replica.recorder = None  # a process of the command records the measurements
 
         # The GPU is not checked: the program may use another framework, or a torch of another environment.
         words = fill(list(command), own)
         replica.knows_rank = replica.knows_rank or "rank" in own.used
-        return functools.partial(run_command, words, replica)
+        copy = assignment.page.write_tail if assignment.page is not None and assignment.has_log_in_page else None
+        return functools.partial(run_command, words, replica, copy)
     function, args = stored.load(own)
     if assignment.gpu is not None:
         check_gpu(assignment.gpu)
@@ -661,7 +688,8 @@ def _recorded_env(rank: int, launched: LaunchedWith | None) -> Collection[str]:
 
 
 def _print(words: str) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # the user's code may have closed or replaced it
+    # the user's code may have closed or replaced the stream
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(words)
 
 
@@ -680,8 +708,9 @@ def _leave(code: int, grace_s: float) -> NoReturn:
 
     Args:
         code: the exit code.
-        grace_s: seconds for which these processes may continue after a SIGTERM, to save their work. The supervisor may
-            end the wait earlier, because it counts from its own request. 0: they are killed at once.
+        grace_s: seconds for which processes that the user's code left running may continue after a SIGTERM, to save
+            their work. The supervisor may end the wait earlier, because it counts from its own request. 0: these
+            processes are killed at once.
     """
     try:
         atexit._run_exitfuncs()

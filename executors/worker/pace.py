@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-MAX_STEP = 1e15  # a report may be any number
+MAX_STEP = 1e15  # a reported step may be any number
 LEAP = 3.0  # an advance of this many times the usual rate is a leap
 ENOUGH = 3  # the fewest observations for a rate, because one of two may be a leap
 WINDOW_S = 60.0  # long enough that a round of some seconds changes the rate little
@@ -14,7 +14,7 @@ class Pace:
     """The steps per second over the last minute, computed from occasional observations of the step."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, float]] = deque()  # when the step had changed, and the step
+        self._seen: deque[tuple[float, float]] = deque()  # the time of each change of the step, and the step
         self._has_caught_up = False
 
     def look(self, now: float, step: float | None) -> None:

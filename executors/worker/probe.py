@@ -33,8 +33,8 @@ def probe(gpu: str | None = None) -> dict[str, str]:
     """Return the facts about a replica, by their names.
 
     Args:
-        gpu: the GPU that the launch asked for. With one, the facts on torch and its import are included. None, the
-            default: without.
+        gpu: the GPU that the launch requests. If it is given, the facts on torch and its import are included. None,
+            the default: they are left out.
     """
     facts = describe_environment()
     print("probed", flush=True)  # `doctor` checks that the log of the replica has this line

@@ -1,4 +1,4 @@
-"""One process of a replica that has several: its environment, its output and the file in which it leaves its end.
+"""One process of a replica that has several: its environment, its output and the file with its outcome.
 
 The supervisor forks the processes, which are called members. Member 0 leads: it claims the attempt, and its heartbeats
 and measurements are the replica's. The supervisor alone writes the outcome, when all members have ended.
@@ -32,7 +32,7 @@ class MemberPlace:
     port: int
     """The port that the supervisor has reserved for the store of torch's process group."""
     end_file: int
-    """The descriptor of the file in which the process leaves its end."""
+    """The descriptor of the file into which the process writes its outcome."""
     leader_page: SharedPage
     """The page of member 0."""
 
@@ -42,7 +42,7 @@ class MemberPlace:
         return self.number == 0
 
     def environment(self, run_id: str, rank: int, attempt: int) -> dict[str, str]:
-        """Return the variables that torchrun sets in a process, and ours.
+        """Return the variables that torchrun sets in a process, and the variables of this project.
 
         `TORCHELASTIC_USE_AGENT_STORE` is not set, because member 0 of torch's process group listens on the port itself.
 
@@ -66,19 +66,19 @@ class MemberPlace:
         }
 
     def to_json(self) -> dict[str, int]:
-        """Return the values that a new Python needs beside its descriptors."""
+        """Return the values that a new Python process needs beside its descriptors."""
         return {"number": self.number, "of": self.of, "port": self.port}
 
     def shares(self) -> dict[str, int]:
-        """Return the descriptors that a new Python needs, by name. The caller closes the one of the leader's page."""
+        """Return the descriptors that a new process needs, by name. The caller closes the one of the leader's page."""
         return {"end": self.end_file, "leader": self.leader_page.share()}
 
     @classmethod
     def received(cls, message: Mapping[str, int] | None, shares: Mapping[str, int]) -> MemberPlace | None:
-        """Return the place that `to_json` and `shares` have passed to this process. None: it is the only one.
+        """Return the place that `to_json` and `shares` have passed to this process. None: the replica has one process.
 
         Args:
-            message: the values of `to_json`. None: there are none.
+            message: the values of `to_json`. None: the replica has one process.
             shares: the descriptors, by name.
         """
         if message is None:
@@ -86,10 +86,10 @@ class MemberPlace:
         return cls(**message, end_file=shares["end"], leader_page=SharedPage.open(shares["leader"]))
 
     def await_claim(self, supervisor_pid: int | None) -> int:
-        """Return the number of the attempt that member 0 has claimed, when it has.
+        """Wait until member 0 has claimed an attempt, and return the number of that attempt.
 
         Args:
-            supervisor_pid: the supervisor, without which there will be no claim.
+            supervisor_pid: the supervisor. If it ends, the wait ends with an error.
 
         Raises:
             SystemExit: the supervisor has ended.
@@ -101,7 +101,7 @@ class MemberPlace:
         return int(self.leader_page.claimed) - 1
 
     def leave_end(self, data: bytes) -> None:
-        """Write what would be the outcome of this process, for the supervisor.
+        """Write the outcome of this member into its file, for the supervisor.
 
         Args:
             data: the encoded outcome.
@@ -180,7 +180,9 @@ def write_whole_lines(member: int) -> None:
 
 
 def _writer_to(stream: Any) -> Callable[[bytes], None]:
-    """Return a function that writes to the buffer of a stream. It keeps the stream, which would close the buffer."""
+    """Return a function that writes to the buffer of a stream. The function also holds the stream itself, because a
+    deleted stream would close its buffer.
+    """
 
     def write(data: bytes) -> None:
         sink = stream.buffer

@@ -6,7 +6,7 @@ from typing import Any
 
 from executors.errors import ResultError, kind_of
 
-MAX_DEPTH = 200  # a deeper value probably contains itself
+MAX_DEPTH = 200  # the deepest nesting; a deeper value probably contains itself
 MAX_INTEGER_BITS = 14_000  # Python refuses to write integers of more than 4,300 digits
 
 

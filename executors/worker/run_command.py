@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,14 @@ from executors.worker.printed_error import before_report, place_in, printed_trac
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 MAX_ERROR_FILE_BYTES = 1 << 20
-MAX_NOTED = 20_000  # the longest text of the error file that an outcome takes
+MAX_NOTED = 20_000  # the longest text of the error file that an outcome contains
 RENDEZVOUS_OF_TORCHRUN = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "localhost:0"}
-"""Without these, torchrun before torch 2.13 takes port 29500, which a second replica on the machine cannot take."""
+"""The options that make torchrun choose a free port. Without them, torchrun before torch 2.13 takes port 29500, which a
+second replica on the machine cannot take.
+"""
 FREE_PORT_SINCE = (2, 13)
+REST_S = 2.0  # the longest wait for the rest of the output of a command that has ended
+MAX_PART_BYTES = 64 << 10
 
 _asked_group: int | None = None
 
@@ -40,9 +45,9 @@ class CommandFailedError(ReplicasError):
 
     Args:
         words: the command.
-        exit_code: its exit code, or -N if signal N ended it. None: it could not be started.
-        noted: the error that it left in the file that `TORCHELASTIC_ERROR_FILE` names. None: it left none.
-        why: the reason why it could not be started. Default: none.
+        exit_code: the exit code of the command, or -N if signal N ended it. None: the command could not be started.
+        noted: the error that the command wrote into the file that `TORCHELASTIC_ERROR_FILE` names. None: it wrote none.
+        why: the reason why the command could not be started. Default: it was started.
     """
 
     def __init__(self, words: Sequence[str], exit_code: int | None, noted: str | None, why: str = "") -> None:
@@ -59,7 +64,7 @@ class CommandFailedError(ReplicasError):
 
 
 def outcome_fields(error: CommandFailedError, output_tail: Callable[[], str]) -> dict[str, Any]:
-    """Return the fields `reason`, `error` and `exit_code` of an outcome, and others that a failed command has.
+    """Return the fields of an outcome for this failure: `reason`, `error`, `exit_code` and others.
 
     Args:
         error: the failure.
@@ -97,12 +102,13 @@ def asked_group() -> int | None:
     return _asked_group
 
 
-def run_command(words: Sequence[str], replica: Replica) -> None:
+def run_command(words: Sequence[str], replica: Replica, copy: Callable[[bytes], object] | None = None) -> None:
     """Run a command to its end. An exception in this thread, such as that of SIGTERM, asks the command to end first.
 
     Args:
         words: the command, with its placeholders replaced.
         replica: the replica.
+        copy: called with each part of the output, after it was printed. None, the default: a file has the output.
 
     Raises:
         CommandFailedError: the command cannot be started, or does not end with exit code 0.
@@ -113,17 +119,26 @@ def run_command(words: Sequence[str], replica: Replica) -> None:
     global _asked_group
     folder = Path(tempfile.mkdtemp(prefix="replicas-command-"))
     process: subprocess.Popen[bytes] | None = None
+    output = None if copy is None else CopiedOutput(copy)
     try:
         error_file = folder / "error.json"
         # A SIGTERM between the start of the child and the assignment would leave a command that gets no request to end.
         with replica.atomic():
             try:
-                # A session of its own, so that SIGTERM to its process group does not reach the worker.
-                process = subprocess.Popen(words, env=environment_of(error_file, replica), start_new_session=True)
+                # The command gets a session of its own, so that SIGTERM to its process group does not reach the worker.
+                process = subprocess.Popen(
+                    words,
+                    env=environment_of(error_file, replica),
+                    start_new_session=True,
+                    stdout=None if output is None else output.writer,
+                    stderr=None if output is None else output.writer,
+                )
             except OSError as error:
                 why = error.strerror or str(error)
                 raise CommandFailedError(words, None, None, f"{why} ({error.filename or words[0]})") from None
         code = process.wait()
+        if output is not None:
+            output.finish()
         if code != 0:
             raise CommandFailedError(words, code, read_error(error_file))
     except CommandFailedError:
@@ -133,10 +148,59 @@ def run_command(words: Sequence[str], replica: Replica) -> None:
             _asked_group = process.pid
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGTERM)
-            process.wait()  # until the supervisor kills it, when the grace has ended
+            process.wait()  # the loop ends when the supervisor kills this process after the grace
         raise
     finally:
+        if output is not None:
+            output.finish()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+class CopiedOutput:
+    """A pipe for the output of a command. A thread prints the output, and passes a copy of it on.
+
+    Args:
+        copy: called with each part of the output.
+
+    Example:
+        CopiedOutput(page.write_tail).writer
+    """
+
+    def __init__(self, copy: Callable[[bytes], object]) -> None:
+        self._copy = copy
+        self._reader, self.writer = os.pipe()
+        self._is_open = True
+        self._thread = threading.Thread(target=self._run, name="replicas-output", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Close this process's end of the pipe, and wait for the rest of the output.
+
+        A process that the command left behind may keep its end open. So the wait is limited.
+        """
+        if self._is_open:
+            self._is_open = False
+            os.close(self.writer)
+            self._thread.join(REST_S)
+
+    def _run(self) -> None:
+        is_printed = True
+        while data := os.read(self._reader, MAX_PART_BYTES):
+            if is_printed:
+                # The service may have closed its end. The command continues, so its output is still read.
+                is_printed = _print_all(data)
+            self._copy(data)
+
+
+def _print_all(data: bytes) -> bool:
+    """Write bytes to stdout. Return False if that is closed."""
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[os.write(1, rest) :]
+    except OSError:
+        return False
+    return True
 
 
 def environment_of(error_file: Path, replica: Replica) -> dict[str, str]:
@@ -167,7 +231,7 @@ def _torch_version() -> tuple[int, ...]:
 def read_error(file: Path) -> str | None:
     """Return the error in the file that a process with torch's `@record` leaves. None: there is none.
 
-    The file is foreign. Its message is a text, or an object with a message and the stack of the call.
+    The content of the file is untrusted. Its message is a text, or an object with a message and the stack of the call.
 
     Args:
         file: the path.

@@ -21,7 +21,7 @@ from executors.worker.failure import all_of
 
 THREADS_S = 2.0  # the time that threads of the failed call have to end
 MOST_COLLECTIONS = 20  # an object whose finalizer makes new garbage would never let the collector come to an end
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.02  # between two looks for the decision
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.02  # seconds between two looks for the decision
 
 
 def running_threads() -> set[int]:
@@ -41,7 +41,7 @@ def clean_up(replica: Replica, hooks: RestartHooks, error: BaseException, before
         error: the exception. Its tracebacks are dropped, because their frames keep models alive.
         before: the idents of the threads that ran before the call.
 
-    Returns: the reason why this process must not call the entrypoint again. None: it is fit.
+    Returns: the reason why this process must not call the entrypoint again. None: this process may call it again.
     """
     while replica.at_failure:
         replica.at_failure.pop()()
@@ -49,7 +49,7 @@ def clean_up(replica: Replica, hooks: RestartHooks, error: BaseException, before
     _destroy_process_group()
     kill_descendants(os.getpid())
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:  # one that is stuck in the kernel is left to the next clean-up
+        while os.waitpid(-1, os.WNOHANG)[0]:  # a child that is stuck in the kernel is left to the next clean-up
             pass
     for each in all_of(error):
         each.__traceback__ = None
@@ -89,7 +89,7 @@ def await_decision(
         number: the number of the next attempt, if no other process claims it.
         on_long_wait: called once if the wait is longer than other replicas should wait for this one.
 
-    Returns: the number of the attempt that this process must run. None: it must end.
+    Returns: the number of the attempt that this process must run. None: this process must end.
     """
     page.go_on = 0
     page.left_at = 0  # a wait for the decision may take longer than exit functions
@@ -109,7 +109,7 @@ def await_decision(
 
 
 def _call_hook(name: str, hook: Any, replica: Replica) -> str | None:
-    """Call a hook. Return a sentence if the process is not fit after it."""
+    """Call a hook. Return a sentence with the reason if this process must not run another attempt."""
     if hook is None:
         return None
     try:
@@ -135,7 +135,7 @@ def _empty_cache() -> None:
 
 
 def _threads_left(before: AbstractSet[int]) -> list[str]:
-    """Return the names of threads that were not there before the call, after a moment in which they may end."""
+    """Return the names of threads that the call has left running. They get a moment to end first."""
     until = time.monotonic() + THREADS_S
     while (left := running_threads() - before) and time.monotonic() < until:
         time.sleep(FIRST_PAUSE_S)

@@ -16,6 +16,7 @@ from executors.process import start_time
 from executors.replica import PAGE, Replica
 from executors.replica.shared_page import SharedPage
 from executors.worker.heartbeat import Heartbeat
+from executors.worker.watched import be_watched
 
 
 def speak_for(replica: Replica, environ: Mapping[str, str] = os.environ) -> None:
@@ -48,6 +49,7 @@ def speak_for(replica: Replica, environ: Mapping[str, str] = os.environ) -> None
     replica.recorder = Recorder(
         replica.store, replica.run_id, replica.rank, replica.attempt, began=page.began, n_segments=n_before
     )
+    be_watched(page)
     heartbeat = Heartbeat(replica, is_speaker=True)
     heartbeat.start()
     atexit.register(_stop, heartbeat, os.getpid())

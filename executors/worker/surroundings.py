@@ -18,15 +18,15 @@ from executors.task.placeholders import NAMES, fill
 GPU_RELEASE_S, GPU_PAUSE_S = 50.0, 0.5
 OTHER_FRAMEWORKS = ("jax", "tensorflow")
 EARLY_WARNINGS: list[str] = []
-"""Warnings of this process from before its replica had claimed an attempt."""
+"""The warnings that this process gave before its replica had claimed an attempt."""
 
 
 _GIVEN: dict[str, str] = {}
-"""The user's variables with their placeholders, which the next attempt of the same process fills in again."""
+"""The user's variables with their placeholders, which the next attempt of the same process replaces again."""
 
 
 class NoGpuError(ReplicasError):
-    """A GPU was asked for, and torch cannot use one here."""
+    """The launch requests a GPU, and torch cannot use one in this process."""
 
     outcome_reason = "start_failed"
 
@@ -45,7 +45,7 @@ def set_environment(replica: Replica, threads: int | None = None) -> None:
     set_current_replica(replica)
     if threads is not None:
         n_threads = os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        if "torch" in sys.modules and n_threads.isdigit():  # torch read the variable before it was set
+        if "torch" in sys.modules and n_threads.isdigit():  # torch has read the variable before this process set it
             sys.modules["torch"].set_num_threads(int(n_threads))
 
 

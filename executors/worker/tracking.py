@@ -24,9 +24,9 @@ from executors.view.report.scalars import scalars
 from executors.view.report.trackers import PageTracker, Tracked, load_tracker
 
 MAX_WAITING = 10_000  # lines in the queue for the tracker, enough for some hours
-FINISH_S = 20.0  # at its end, a replica waits this long for the tracker
+FINISH_S = 20.0  # seconds that a replica waits for the tracker at its end
 PAGE_SHARE = 0.5  # the share of this time for the page of the run
-HURRIED_S = 2.5  # the same for a replica that is about to be killed
+HURRIED_S = 2.5  # seconds that a replica waits for the tracker if it will be killed soon
 
 
 class Tracking:
@@ -34,10 +34,10 @@ class Tracking:
 
     Args:
         name: the name of the tracker, from the settings of the run.
-        tracked: the facts on this replica and its run that the tracker gets.
+        tracked: the facts about this replica and its run, for the tracker.
         write_page: writes the page of the run into a file, for a tracker that takes it. None, the default: it gets no
             page.
-        on_warning: gets one sentence if the tracker fails. The sentence is also printed to stderr.
+        on_warning: called with one sentence if the tracker fails. The sentence is also printed to stderr.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Tracking:
         """Send the remaining lines, and end the thread.
 
         Args:
-            has_succeeded: whether the replica has succeeded.
-            is_hurried: whether the replica is killed soon, so that the wait must be short.
+            has_succeeded: True if the replica has succeeded.
+            is_hurried: True if the replica will be killed soon, so that the wait must be short.
         """
         thread, self._thread = self._thread, None
         if thread is None or not thread.is_alive():
@@ -119,7 +119,8 @@ class Tracking:
             with self._warned("did not take the page of the run"), tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, f"{self._tracked.run_id}.html")
                 writing = threading.Thread(target=self._write, args=(self._write_page, path), daemon=True)
-                writing.start()  # in a thread, because a store that does not answer would delay the tracker's end
+                # written in a thread, because a store that does not answer would delay the end of the tracker
+                writing.start()
                 writing.join(max(0.0, self._page_by - time.monotonic()))
                 if writing.is_alive():
                     self._complain("did not get the page of the run: it was not written in time")
@@ -151,7 +152,7 @@ class Tracking:
 
 
 def tracked(task: StoredTask, replica: Replica, launched_at: float) -> Tracked:
-    """Return the facts on a replica and its task that a tracker gets.
+    """Return the facts about a replica and its task, for a tracker.
 
     Args:
         task: the task of the run.

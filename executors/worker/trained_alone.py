@@ -79,8 +79,8 @@ def _made_optimizer() -> bool:
     """Return True if an optimizer of torch was made in this process."""
     torch = sys.modules.get("torch")
     base = getattr(getattr(torch, "optim", None), "Optimizer", None)
-    # The constructor of an optimizer wraps the `step` of its class once, and marks it so. With a future torch that does
-    # not mark it, this is False, and there is no warning.
+    # The constructor of an optimizer wraps the `step` of its class once, and marks that method. If a future torch sets
+    # no mark, the result is False, and there is no warning.
     return base is not None and any(getattr(each.step, "hooked", False) for each in _subclasses(base))
 
 

@@ -63,7 +63,7 @@ class _LoggerHandler(logging.Handler):
 
 
 def _is_taken(name: str) -> bool:
-    """Return whether a handler other than this module's takes the records of a logger."""
+    """Return True if a handler other than this module's takes the records of a logger."""
     logger: logging.Logger | None = logging.getLogger(name)
     while logger is not None:
         if any(not isinstance(handler, _LoggerHandler) for handler in logger.handlers):
@@ -85,7 +85,8 @@ class _CapturedHandler(logging.Handler):
             for _ in range(MAX_FRAMES):
                 if frame is None:
                     return
-                # The record's text has file and source around the message. `logging._showwarning` has it alone.
+                # The record's text has file and source around the message. `logging._showwarning` has the message
+                # without them.
                 if frame.f_code.co_name == "_showwarning" and frame.f_globals.get("__name__") == "logging":
                     given: Any = frame.f_locals
                     self._note(given["message"], given["category"])

@@ -1,4 +1,4 @@
-"""Collects the warnings of a replica, from `warnings.warn` and from loggers. No other module does this.
+"""Collects the warnings of a replica, from `warnings.warn` and from loggers. No other module collects warnings.
 
 Every warning still goes where it goes without this hook: to the handlers that the user configured, or to stderr. The
 hook also adds it to the attempt's `WarningLog`. It does not import `logging` itself, because replicas start faster
@@ -108,7 +108,7 @@ class _Watching:
 
     def stop(self) -> None:
         """Remove this finder from the import system."""
-        with contextlib.suppress(ValueError):  # it was removed before
+        with contextlib.suppress(ValueError):  # the finder was removed before
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
@@ -125,7 +125,7 @@ class _Watching:
 
             def execute_and_act(module: Any) -> None:
                 execute(module)
-                with contextlib.suppress(Exception):  # an import of the user must not fail for a hook
+                with contextlib.suppress(Exception):  # an import of the user must not fail because of this hook
                     self._act()
 
             loader.exec_module = execute_and_act

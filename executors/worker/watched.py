@@ -1,5 +1,5 @@
 """The rank's part of the watchdog: it writes beats and ticks to the shared page, and handles the supervisor's two
-signals.
+signals. The process of a command that reports for its replica takes this part over from the worker.
 
 At the first signal it dumps the stacks of its threads, even while a call holds the GIL. At the second signal it raises
 `HangError` in the main thread.
@@ -18,10 +18,11 @@ from time import monotonic
 from types import FrameType
 
 from executors.errors import HangError
-from executors.process import memory_file, own_threads
+from executors.process import memory_file, own_threads, start_time
 from executors.replica.shared_page import SharedPage
 
-SIGRTMIN: int = getattr(signal, "SIGRTMIN", 34)  # macOS has none, and runs only the backend inline, without a watchdog
+# macOS has no such signals, and runs only the backend inline, without a watchdog
+SIGRTMIN: int = getattr(signal, "SIGRTMIN", 34)
 STACKS_SIGNAL = SIGRTMIN + 5
 HANG_SIGNAL = SIGRTMIN + 6
 STACKS_NAME = "replicas-stacks"
@@ -32,24 +33,26 @@ _TICK = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
 def start_watch(page: SharedPage) -> None:
-    """Start to beat and to handle the signals. The main thread of a process of our own calls this.
+    """Start to beat and to handle the signals. The main thread of a process that this project starts calls this
+    function.
 
     Args:
         page: the page that the rank shares with its supervisor.
     """
     global _page
-    if _page is page:  # the next attempt of the same process: the thread and the file of the stacks are there
+    if _page is page:  # in the next attempt of the same process, the thread and the file of the stacks exist already
         signal.signal(HANG_SIGNAL, _raise_hang)
         page.beat = page.tick = monotonic()
         page.ready = 1
         return
     _page = page
-    with contextlib.suppress(OSError, AttributeError):  # some sandboxes and systems lack it; then there are no stacks
+    signal.signal(HANG_SIGNAL, _raise_hang)
+    # some sandboxes and systems have no files in memory; then there are no stacks
+    with contextlib.suppress(OSError, AttributeError):
         file = memory_file(STACKS_NAME)
-        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # the supervisor truncates it
+        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # the supervisor truncates the file
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
         page.stacks_file = file
-    signal.signal(HANG_SIGNAL, _raise_hang)
     os.register_at_fork(after_in_child=_end_watch_in_child)
     page.main_thread = _thread.get_ident()
     page.beat = page.tick = monotonic()
@@ -60,6 +63,24 @@ def start_watch(page: SharedPage) -> None:
     # Only the beating thread gets the signal for stacks, so that it does not interrupt a call of the main thread.
     signal.pthread_sigmask(signal.SIG_BLOCK, (STACKS_SIGNAL,))
     page.ready = 1
+
+
+def be_watched(page: SharedPage) -> bool:
+    """Take over the rank's part of the watchdog from the worker, in the process of a command that reports.
+
+    Args:
+        page: the page of the replica.
+
+    Returns: True if this process is watched. False: this is not its main thread, which alone can handle signals.
+    """
+    import threading  # only here, because a process that forks replicas must not import it
+
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    # First, so that the worker stops to beat. The supervisor sends no signal until the file of the stacks is there.
+    page.watched = os.getpid()
+    start_watch(page)
+    return True
 
 
 def end_watch(page: SharedPage) -> None:
@@ -82,10 +103,17 @@ def _beat(page: SharedPage) -> None:
     # The heartbeat has a thread of its own, because a store that hangs would look like a held GIL here.
     pause, called, add = _thread.allocate_lock(), _TICK(tick), ctypes.pythonapi.Py_AddPendingCall
     pause.acquire()
-    ticked_at = -1.0
+    ticked_at, pid = -1.0, os.getpid()
+    own = page.stacks_file, page.main_thread
     while True:
+        if page.watched not in (0, pid):
+            if start_time(int(page.watched)) is not None:  # a process of the command beats
+                pause.acquire(timeout=BEAT_S)
+                continue
+            page.stacks_file, page.main_thread = own
+            page.watched = 0
         page.beat = monotonic()
-        if page.tick != ticked_at:  # else the main thread has not made the last call yet
+        if page.tick != ticked_at:  # otherwise the main thread has not made the last call yet
             ticked_at = page.tick
             add(called, None)
         pause.acquire(timeout=BEAT_S)

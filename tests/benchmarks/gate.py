@@ -6,6 +6,7 @@ import os
 import select
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -47,11 +48,14 @@ class Gate:
         if give_up_when_ready is not None:
             poller.register(give_up_when_ready, select.POLLIN)
         arrived: list[int] = []
+        self.pids: list[int] = []
+        """The pids of the replicas that have arrived."""
         while len(arrived) < n:
             ready = {descriptor for descriptor, _ in poller.poll(max(0.0, deadline - time.monotonic()) * 1000)}
             if self._arrivals in ready:
                 records = os.read(self._arrivals, ARRIVAL.size * n)
                 arrived += [at_ns for at_ns, _ in ARRIVAL.iter_unpack(records)]
+                self.pids += [pid for _, pid in ARRIVAL.iter_unpack(records)]
             elif give_up_when_ready in ready:
                 raise RuntimeError(f"{len(arrived)} of {n} replicas came, then their launcher ended.")
             elif not ready:
@@ -81,6 +85,12 @@ class Footprint:
 
     cpu_s: float
     pss_mib: float
+
+
+def pss_mib(pids: Sequence[int]) -> float:
+    """Return the proportional set size of processes, in MiB."""
+    texts = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in pids]
+    return sum(int(line.split()[1]) for text in texts for line in text.splitlines() if line.startswith("Pss:")) / 1024
 
 
 def footprint(mark: str) -> Footprint:

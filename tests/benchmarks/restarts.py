@@ -76,26 +76,31 @@ def _kill_and_wait(folder: Path, n: int) -> float:
     all.
     """
     try:
-        steps = _first_steps(folder, {(rank, 0) for rank in range(n)})
+        steps = first_steps(folder, {(rank, 0) for rank in range(n)})
         killed_at = time.monotonic()
         os.kill(steps[VICTIM, 0][0], signal.SIGKILL)
-        stepped_at = _first_steps(folder, {(VICTIM, 1)})[VICTIM, 1][1]
+        stepped_at = first_steps(folder, {(VICTIM, 1)})[VICTIM, 1][1]
     finally:
         (folder / "stop").touch()
     return stepped_at - killed_at
 
 
-def _first_steps(folder: Path, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, float]]:
+def first_steps(folder: Path, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, float]]:
     """Wait for the first steps of attempts; return pid and time of each, by rank and attempt."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        text = (folder / "steps").read_text() if (folder / "steps").exists() else ""
-        lines = (list(map(int, line.split())) for line in text.splitlines())
-        found = {(rank, attempt): (pid, at_ns / 1e9) for rank, attempt, pid, at_ns in lines}
+        found = steps_in(folder)
         if wanted <= found.keys():
             return found
         time.sleep(0.01)
     raise TimeoutError(f"No first step of rank and attempt {wanted - found.keys()} within {PATIENCE_S} s.")
+
+
+def steps_in(folder: Path) -> dict[tuple[int, int], tuple[int, float]]:
+    """Return pid and time of the first steps so far, by rank and attempt."""
+    text = (folder / "steps").read_text() if (folder / "steps").exists() else ""
+    lines = (list(map(int, line.split())) for line in text.splitlines())
+    return {(rank, attempt): (pid, at_ns / 1e9) for rank, attempt, pid, at_ns in lines}
 
 
 def _delays(run: Run) -> dict[str, float]:

@@ -28,6 +28,8 @@ PEERS = {
     "Q2": None,
     "Q3": None,
     "Q4": None,
+    "P4": None,
+    "P5": None,
     "M1": None,
     "M2": None,
     "M3": None,
@@ -99,6 +101,18 @@ def test_the_loss_of_wires_and_the_time_of_signatures_are_measured(tmp_path: Pat
 def test_launching_at_slurm_is_measured(slurm: Cluster, tmp_path: Path) -> None:
     found = run_benchmarks(tmp_path / "found.json", "E1")
     assert sorted(found) == ["E1", "E2", "E3"]
+
+
+@pytest.mark.slow
+def test_replicas_of_several_processes_are_compared_with_torchrun(tmp_path: Path) -> None:
+    found = run_benchmarks(tmp_path / "found.json", "P1", "P2", "P6")
+    assert {name: rows[-1]["base"] for name, rows in found.items()} == {
+        "P1": "torchrun",
+        "P2": "torchrun",
+        "P3": "torchrun",
+        "P6": None,
+    }
+    assert found["P6"][-1]["note"].endswith("2 of 2")
 
 
 @pytest.mark.slow

@@ -124,9 +124,7 @@ def test_each_chart_has_a_table_that_a_keyboard_opens(browser: Any, files: Calla
         assert lanes.count() == 4
 
 
-def test_what_happened_is_marked_on_the_lane_with_a_tooltip_and_listed(
-    browser: Any, files: Callable[[str], Path]
-) -> None:
+def test_an_event_is_marked_on_the_lane_with_a_tooltip_and_listed(browser: Any, files: Callable[[str], Path]) -> None:
     with Shown(browser, files("kills")) as tab:
         marks = tab.locator(".timeline path.hang title")
         assert marks.first.text_content().startswith("Rank 1 at ")
@@ -141,7 +139,7 @@ def test_what_happened_is_marked_on_the_lane_with_a_tooltip_and_listed(
         assert tab.locator("table.events td.noted").first.text_content() == "hang suspected"
 
 
-def test_any_reported_number_can_be_chosen_and_what_is_under_the_pointer_is_reported(
+def test_any_reported_number_can_be_chosen_and_the_value_under_the_pointer_is_shown(
     browser: Any, files: Callable[[str], Path]
 ) -> None:
     with Shown(browser, files("calm")) as tab:
@@ -158,7 +156,7 @@ def test_any_reported_number_can_be_chosen_and_what_is_under_the_pointer_is_repo
         until(tab, "() => document.querySelector('figure.curves canvas').clientWidth < 700")
 
 
-def test_what_a_round_took_and_what_it_held_up_is_told_under_the_pointer(
+def test_the_pointer_shows_the_duration_of_a_round_and_the_wait_that_it_caused(
     browser: Any, files: Callable[[str], Path]
 ) -> None:
     with Shown(browser, files("beside")) as tab:

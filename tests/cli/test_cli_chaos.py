@@ -57,9 +57,13 @@ def test_a_store_that_fails_at_random_costs_no_replica(folder: Folder) -> None:
 
 REFUSED = {
     "kil:rank=1": "No fault 'kil'. Did you mean 'kill'? Known: exit, hang, kill, oom, raise, store.",
-    "kill:rnk=1": "No setting of kill 'rnk'. Did you mean 'rank'? Known: at, attempt, count, every, rank, round, when.",
+    "kill:rnk=1": "No setting of kill 'rnk'. Did you mean 'rank'? Known: at, attempt, count, every, member, ",
     "kill:rank=1,at=seel": "No fault point 'seel'. Did you mean 'seal'? Known: bye, claim, ",
     "kill:rank=1,when=now": "No time 'now'. Known: after, before.",
+    "kill:rank=1,member=1": "each replica has one process, 0, got member=1. Change member or --procs.",
+    "raise:rank=1,member=-1": "member must be at least 0, got member=-1.",
+    "kill:every=5,member=1": "every= can only be combined with rank=",
+    "store:error=0.1,member=1": "No setting of store 'member'.",
     "kill:rank=one": "rank is an integer, got rank=one.",
     "kill:rank=2": "the run has the ranks 0 to 1, got rank=2.",
     "kill:rank=-1": "rank must be at least 0, got rank=-1.",

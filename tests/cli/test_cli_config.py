@@ -95,7 +95,7 @@ def test_an_error_is_a_document_where_json_is_set_by_file_or_variable(
     assert (done.stdout, "REPLICAS_JSON takes true or false, got 'perhaps'" in done.stderr) == ("", True)
 
 
-def test_what_is_wrong_with_a_launch_is_said_with_the_file_that_says_it(here: HereInstead, file: Path) -> None:
+def test_an_error_about_a_setting_of_a_launch_names_the_file_of_the_setting(here: HereInstead, file: Path) -> None:
     known = ", ".join(sorted(BUILT_IN))
     for change, message in (
         ("n = 0", f"Error: n must be at least 1, got n=0.\n  The setting n is from {file}.\n"),
@@ -125,7 +125,7 @@ def test_what_is_wrong_with_a_launch_is_said_with_the_file_that_says_it(here: He
     assert here.replicas("launch", "--help").code == 0, "a broken file breaks no help"
 
 
-def test_config_prints_what_holds_and_their_origins(
+def test_config_prints_the_settings_in_force_and_their_origins(
     here: HereInstead, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REPLICAS_GPU", "H100")

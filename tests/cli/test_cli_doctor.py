@@ -142,7 +142,7 @@ def test_help_imports_nothing_that_takes_time() -> None:
     assert "launch" in done.stdout
 
 
-def test_the_current_directory_is_searched_unless_python_is_told_not_to(folder: Folder) -> None:
+def test_the_current_directory_is_searched_unless_an_option_of_python_forbids_it(folder: Folder) -> None:
     arguments = ("launch", "job:main", "--n", "1", "--option", "preload=[]", "--dry-run")
     assert folder.replicas(*arguments).code == 0
     code = "import sys; from executors.cli import main; sys.exit(main())"

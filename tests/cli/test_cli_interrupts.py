@@ -44,7 +44,7 @@ def test_one_interrupt_cancels_the_run_reports_that_and_waits_for_the_end(folder
     assert kinds.count("cancel") == 1, "one interrupt is one cancellation"
 
 
-def test_a_second_interrupt_exits_at_once_and_what_ran_is_killed(folder: Folder) -> None:
+def test_a_second_interrupt_exits_at_once_and_running_replicas_are_killed(folder: Folder) -> None:
     options = ("--option", "preload=[]", "--option", "term_grace_s=600")
     with folder.started("launch", "job:hang", "--n", 2, "--arg", "deaf=true", "--run-id", "mine", *options) as command:
         command.prints("running")

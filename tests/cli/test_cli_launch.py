@@ -34,7 +34,7 @@ def test_arguments_are_json_where_they_parse_and_strings_where_not(here: HereIns
     assert "compare=True is a string. For the constant, write compare=true." in result.stderr
 
 
-def test_an_argument_is_what_its_annotation_says_even_if_only_the_replica_knows_it(here: HereInstead) -> None:
+def test_an_argument_gets_the_type_of_its_annotation_even_if_only_the_replica_knows_the_type(here: HereInstead) -> None:
     (here.folder.path / "annotated.py").write_text(
         "import enum\nfrom pathlib import Path\nfrom job import echo\n"
         "class Mode(enum.Enum):\n    FAST = 'f'\n"
@@ -50,7 +50,7 @@ def test_an_argument_is_what_its_annotation_says_even_if_only_the_replica_knows_
     assert result.stderr == "Error: --arg lr=abc: main() takes lr as a float.\n"
 
 
-def test_a_script_runs_with_what_follows_two_hyphens(here: HereInstead) -> None:
+def test_a_script_runs_with_the_arguments_after_two_hyphens(here: HereInstead) -> None:
     (here.folder.path / "script.py").write_text(
         "import argparse, sys\nfrom executors import current_replica\n"
         "def main():\n    print('main is not called')\n"
@@ -291,7 +291,7 @@ def test_a_dry_run_shows_the_exact_request_and_leaves_no_trace(folder: Folder, s
     assert not state_home.exists()
 
 
-def test_what_a_dry_run_shows_is_what_a_launch_records_and_a_taken_id_is_refused(here: HereInstead) -> None:
+def test_a_dry_run_shows_the_records_of_a_launch_and_refuses_a_taken_id(here: HereInstead) -> None:
     call = ("job:main", "--run-id", "same", "--arg", "times=2", "--seed", "3")
     planned = here.launch(*call, "--dry-run").json
     assert here.launch(*call).code == 0

@@ -238,7 +238,7 @@ REFUSED = (
 )
 
 
-def test_what_logs_cannot_show_is_refused(
+def test_logs_refuses_attempts_and_ranks_that_it_cannot_show(
     bars: HereInstead, local: LocalProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert launch(local, "bars:bar", 2, run_id="mine").wait(60)

@@ -144,7 +144,7 @@ def test_a_folder_that_cannot_be_read_hides_no_other_run(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_a_home_that_may_not_be_entered_is_reported_with_what_to_set(
+def test_a_home_that_may_not_be_entered_is_reported_with_the_variable_to_set(
     here: HereInstead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a container whose image says HOME=/root, and whose user is another."""

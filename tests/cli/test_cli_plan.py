@@ -31,7 +31,7 @@ BUCKET = "s3://bucket/runs?region=eu-west-1"
 SMALL = ("--params", "100k", "--n", "2", "--step", "40ms")
 
 
-def test_a_plan_says_what_to_pass_on_and_what_it_costs(here: HereInstead) -> None:
+def test_a_plan_names_the_arguments_to_pass_and_their_costs(here: HereInstead) -> None:
     result = here.replicas("plan", *EXAMPLE, *BY_HAND, "--store", BUCKET)
     assert result.stdout.splitlines() == [
         f"1.3 B parameters, 8 replicas, 0.9 s a step, {BUCKET} (given: 48 ms, 210 MB/s up, 260 MB/s down)",
@@ -65,7 +65,7 @@ def test_a_plan_says_what_to_pass_on_and_what_it_costs(here: HereInstead) -> Non
         (("--up", "2MB", "--down", "2MB", "--params", "10M", "--overlap-steps", "0"), "would be lost with: "),
     ],
 )  # fmt: skip
-def test_a_plan_says_what_speaks_against_it(here: HereInstead, more: tuple[str, ...], said: str) -> None:
+def test_a_plan_names_the_reasons_against_it(here: HereInstead, more: tuple[str, ...], said: str) -> None:
     given = () if "--store" in more else (*BY_HAND,)
     assert said in here.replicas("plan", *SMALL, *given, *more).stdout
 
@@ -129,7 +129,7 @@ def test_a_plan_for_a_bucket_has_objects_that_a_bucket_takes(here: HereInstead) 
         (("--store", "/proc/nothing", "--probe"), "Cannot use the directory file:///proc/nothing"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_planned_is_refused_in_a_sentence(
+def test_a_plan_that_cannot_be_made_is_refused_in_a_sentence(
     here: HereInstead, given: tuple[str, ...], problem: str
 ) -> None:
     result = here.replicas("plan", *SMALL, *given)

@@ -59,7 +59,7 @@ def test_status_knows_a_run_from_the_moment_its_id_is_chosen(slow: Folder, here:
     assert find_preparation("mine") is None
 
 
-def test_what_this_machine_was_about_to_launch_is_not_told_of_a_run_elsewhere(
+def test_a_launch_that_this_machine_prepared_is_not_reported_as_a_run_of_another_store(
     here: HereInstead, s3: S3Server, tmp_path: Path
 ) -> None:
     assert here.launch("job:mian", "--run-id", "mine").code == 2
@@ -102,7 +102,7 @@ def test_a_launch_that_was_killed_meanwhile_was_never_started(slow: Folder, here
     assert re.match(r"Run 'mine' was never started: process \d+, which ", here.replicas("status", "mine").stdout)
 
 
-def test_what_is_asked_for_by_a_dry_run_is_not_prepared(here: HereInstead) -> None:
+def test_a_dry_run_notes_no_launch_in_preparation(here: HereInstead) -> None:
     assert here.launch("job:main", "--run-id", "mine", "--dry-run").code == 0
     assert find_preparation("mine") is None
 

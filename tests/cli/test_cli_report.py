@@ -30,7 +30,7 @@ def test_report_writes_a_page_named_after_the_run(here: HereInstead, failed: str
     assert "argument message" in text
 
 
-def test_report_prints_what_the_page_shows_as_one_document(here: HereInstead, failed: str) -> None:
+def test_report_prints_the_content_of_the_page_as_one_document(here: HereInstead, failed: str) -> None:
     made = here.replicas("report", failed, "--json").json
     shown = report_document(view_of(attach("mine")))
     assert made == {"version": VERSION, **shown, "as_of": made["as_of"]}

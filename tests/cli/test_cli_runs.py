@@ -80,7 +80,9 @@ def test_ls_of_a_rendezvous_shows_the_runs_there(
     assert [row["run_id"] for row in rows] == ["away"]
 
 
-def test_status_shows_what_each_rank_reported_and_why_it_failed(here: HereInstead, local: LocalProcessExecutor) -> None:
+def test_status_shows_the_report_of_each_rank_and_the_reason_of_its_failure(
+    here: HereInstead, local: LocalProcessExecutor
+) -> None:
     ended(local, "report", 2, "fine")
     lines = [line.split() for line in here.replicas("status", "fine").stdout.splitlines()]
     assert ["0", "succeeded", "3", "7", "0.5000", "1.2", "s"] in lines
@@ -208,7 +210,7 @@ def test_wait_ends_with_the_run_and_its_exit_code(here: HereInstead, local: Loca
     assert (result.code, result.json["summary"]) == (0, "Summary of rank 0.")
 
 
-def test_wait_and_collect_give_up_when_their_time_is_over_and_the_run_continues(
+def test_wait_and_collect_give_up_after_their_time_limit_and_the_run_continues(
     here: HereInstead, local: LocalProcessExecutor
 ) -> None:
     with hanging(local) as run:
@@ -245,7 +247,7 @@ def test_collect_writes_results_logs_and_artifacts_into_a_folder(
         assert (out / rank / "output.log").read_text() == "saved\n"
 
 
-def test_collect_leaves_what_is_in_the_folder_and_brings_all_or_nothing(
+def test_collect_keeps_other_files_in_the_folder_and_writes_all_or_nothing(
     folder: Folder, local: LocalProcessExecutor
 ) -> None:
     ended(local, "keep", 2)
@@ -288,7 +290,7 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize("at", ["while it copies", "while it moves"])
-def test_a_collect_that_is_killed_leaves_nothing_hidden_and_says_what_is_incomplete(
+def test_a_killed_collect_leaves_no_hidden_files_and_a_file_that_names_the_incomplete_run(
     folder: Folder, local: LocalProcessExecutor, at: str
 ) -> None:
     ended(local, "main", 2)
@@ -306,7 +308,7 @@ def test_a_collect_that_is_killed_leaves_nothing_hidden_and_says_what_is_incompl
     assert sorted(path.name for path in out.iterdir()) == ["0", "1", "results.json"]
 
 
-def test_what_is_in_the_way_of_collect_is_named_and_stays(here: HereInstead, local: LocalProcessExecutor) -> None:
+def test_a_file_in_the_way_of_collect_is_named_and_stays(here: HereInstead, local: LocalProcessExecutor) -> None:
     ended(local, "keep", 1)
     out = here.folder.path / "out"
     (out / "0" / "output.log").mkdir(parents=True)

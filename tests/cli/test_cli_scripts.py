@@ -132,7 +132,7 @@ def test_the_error_for_options_that_are_parsed_at_import_explains_where_to_put_t
     result = user.launch("at_import.py")
     assert result.code == 2
     assert "the following arguments are required: --data" in result.stderr
-    assert "behind --, which runs it as a script: replicas launch at_import.py --n 4 -- …" in result.stderr
+    assert "after --, which runs it as a script: replicas launch at_import.py --n 4 -- …" in result.stderr
     result = user.launch("at_import.py", "--run-id", "mine", "--", "--data", "corpus", n=1)
     assert (result.code, user.replicas("logs", "mine").stdout) == (0, ""), "as python would: nothing calls main"
 
@@ -141,7 +141,7 @@ def test_the_error_for_a_misplaced_script_option_explains_where_to_put_it(user: 
     for given in (["--lr", "0.5"], ["5"]):
         result = user.launch("argparse_main.py", *given)
         assert result.code == 2
-        assert "Arguments of argparse_main.py go behind --: " in result.stderr
+        assert "Arguments of argparse_main.py go after --: " in result.stderr
         assert f"replicas launch argparse_main.py --n 4 -- {given[0]}" in result.stderr
 
 

@@ -101,7 +101,7 @@ MUTANTS: list[tuple[type[PopenExecutor], Callable[[Any], None]]] = [
         CONTRACT.test_one_failure_leaves_the_other_and_polling_cancelling_and_collecting_again_change_nothing,
     ),
     (KillsWhenItsPatienceEnds, CONTRACT.test_collects_own_time_limit_ends_nothing),
-    (CallsACancellationAFailure, CONTRACT.test_what_is_cancelled_stays_cancelled_and_leaves_the_others),
+    (CallsACancellationAFailure, CONTRACT.test_a_cancelled_replica_stays_cancelled_and_the_others_continue),
     (AsksPolitelyOnly, CONTRACT.test_a_replica_that_ignores_sigterm_can_still_be_cancelled),
     (KeepsOneLaunch, CONTRACT.test_two_launches_of_one_executor_stay_apart),
     (AnswersInItsOwnOrder, CONTRACT.test_rows_come_in_the_order_of_the_handles_given),

@@ -29,10 +29,10 @@ class TestInlineExecutor(ExecutorContract):
         "test_logs_have_both_streams_in_the_order_written_and_end_with_the_last_lines": TERMINAL,
         "test_a_replica_killed_from_outside_is_reported": ONE,
         "test_a_time_limit_is_enforced": NO_LIMIT,
-        "test_a_time_limit_does_not_touch_what_is_done": ONE,
+        "test_a_time_limit_does_not_change_a_replica_that_has_ended": ONE,
         "test_a_time_limit_is_enforced_against_a_replica_deaf_to_sigterm": NO_LIMIT,
         "test_collects_own_time_limit_ends_nothing": ONE,
-        "test_what_is_cancelled_stays_cancelled_and_leaves_the_others": ONE,
+        "test_a_cancelled_replica_stays_cancelled_and_the_others_continue": ONE,
         "test_cancelling_at_once_leaves_nothing_running": ONE,
         "test_it_works_in_launch": ONE,
     }

@@ -312,7 +312,7 @@ MUTANTS: list[tuple[type[MemoryStore], Callable[[Store], None]]] = [
     (KeepsWhatItWasGiven, CONTRACT.test_a_later_change_of_the_callers_buffer_does_not_reach_the_object),
     (WritesInParts, CONTRACT.test_readers_never_see_part_of_a_replaced_object),
     (TakesAnyKey, CONTRACT.test_a_key_that_could_escape_is_refused_by_every_verb),
-    (GivesWritableViews, CONTRACT.test_what_is_read_is_a_read_only_view_of_bytes),
+    (GivesWritableViews, CONTRACT.test_an_object_is_read_as_a_read_only_view_of_bytes),
 ]
 
 

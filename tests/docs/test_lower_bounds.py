@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowest import ROOT, SELECTION, lower_bounds, tool_pins
+from lowest import ROOT, SELECTION, lower_bounds, tool_requirements
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -17,4 +17,7 @@ def test_each_dependency_has_a_lower_bound_that_the_pinned_version_satisfies() -
 
 def test_the_selection_of_the_lowest_versions_exists() -> None:
     assert [path for path in SELECTION if not (ROOT / path).exists()] == []
-    assert all("==" in pin for pin in tool_pins())
+
+
+def test_each_package_of_the_tests_has_a_version() -> None:
+    assert [text for text in tool_requirements() if "==" not in text and ">=" not in text] == []

@@ -37,7 +37,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Environment:
-    """A Python of its own, in which pip installs what this one's pip would, and which sees another's packages."""
+    """A separate Python environment. Its pip installs the same packages as the pip of this one, and it sees the
+    packages of another environment.
+    """
 
     def __init__(self, folder: Path, below: Environment | None = None) -> None:
         self.folder = folder

@@ -199,7 +199,7 @@ def test_a_launch_that_ends_while_its_code_is_uploaded_leaves_no_one_waiting(
     launched(machines, 2)  # the id of the run is free again
 
 
-def test_an_interrupt_in_the_middle_of_a_launch_ends_what_was_started(machines: Machines) -> None:
+def test_an_interrupt_in_the_middle_of_a_launch_ends_the_started_jobs(machines: Machines) -> None:
     def interrupt() -> bool:
         eventually(lambda: len(machines.living()) == 3)
         os.kill(os.getpid(), signal.SIGINT)

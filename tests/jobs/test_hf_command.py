@@ -246,7 +246,7 @@ def test_the_doctor_finds_a_rendezvous_that_is_not_a_url(here: HereInstead) -> N
     assert (code, state, "two slashes follow its scheme" in words) == (1, "wrong", True)
 
 
-def test_the_doctor_finds_what_of_a_bucket_hurts(here: HereInstead, moto: S3Server) -> None:
+def test_the_doctor_finds_the_harmful_settings_of_a_bucket(here: HereInstead, moto: S3Server) -> None:
     client = boto3.client("s3", endpoint_url=moto.endpoint_url, region_name="us-east-1")
     client.put_bucket_versioning(Bucket=BUCKET, VersioningConfiguration={"Status": "Enabled"})
     rule = {"ID": "tidy", "Status": "Enabled", "Filter": {"Prefix": "runs/"}, "Expiration": {"Days": 3}}

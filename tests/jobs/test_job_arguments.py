@@ -30,7 +30,7 @@ SCRIPT = "import sys\nfrom executors import current_replica\nprint('ran', sys.ar
 
 
 @pytest.mark.usefixtures("machines")
-def test_texts_become_what_the_annotations_say_in_a_job() -> None:
+def test_a_job_converts_texts_to_the_types_of_the_annotations() -> None:
     Path("annotated.py").write_text(ANNOTATED)
     texts = {"out": "a/b", "mode": "FAST", "on": "no"}
     request = LaunchRequest.of("annotated.py", n=1, arg_texts=texts)

@@ -186,7 +186,7 @@ def test_replicas_that_get_no_machine_are_pending_and_can_be_cancelled(machines:
     assert machines.living() == []
 
 
-def test_a_log_that_is_gone_leaves_what_the_replica_kept(machines: Machines) -> None:
+def test_the_outcome_replaces_a_log_that_the_service_has_deleted(machines: Machines) -> None:
     run = start(args={"times": 2})
     run.results()
     machines.job_of(run, 0).is_forgotten = True

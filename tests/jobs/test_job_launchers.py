@@ -153,7 +153,7 @@ def test_a_sandbox_whose_launcher_was_killed_before_it_left_the_handle_is_found_
 # Interrupted
 
 
-def test_an_interrupt_in_the_middle_of_a_launch_ends_what_was_started(hf: HubServer, folder: Folder) -> None:
+def test_an_interrupt_in_the_middle_of_a_launch_ends_the_started_jobs(hf: HubServer, folder: Folder) -> None:
     hf.hold(CPU)
     hf.fail("create", "silent", after_applying=True, when=is_of_rank_1)
     with folder.started(*detached(4)) as launcher:

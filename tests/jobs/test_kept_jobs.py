@@ -121,7 +121,7 @@ def give_notice(machines: Machines, job: FakeJob) -> None:
     ("restarts", "end", "reason"),
     [("2", lose_container, "signal"), ("0", preempt, "preempted"), ("0", give_notice, "preempted")],
 )
-def test_a_process_that_launched_starts_again_what_lost_its_container(
+def test_the_launching_process_restarts_a_replica_that_lost_its_container(
     machines: Machines, folder: Path, restarts: str, end: Callable[[Machines, FakeJob], None], reason: str
 ) -> None:
     run = waits(folder, restarts=restarts)
@@ -378,7 +378,9 @@ def test_a_lease_does_not_bring_a_deleted_run_back(machines: Machines, folder: P
     assert list(view_of(run).store.list(f"{run.run_id}/")) == []
 
 
-def test_a_stop_ends_what_is_not_ended_in_time_and_a_resume_continues(machines: Machines, folder: Path) -> None:
+def test_a_stop_cancels_replicas_that_do_not_end_in_time_and_a_resume_continues(
+    machines: Machines, folder: Path
+) -> None:
     run = waits(folder, 1, restarts="2")
     run.stop(within_s=1)
     assert [(str(o.status), o.error) for o in run.outcomes()] == [

@@ -35,7 +35,9 @@ def service(k8s: ApiServer) -> KubernetesJobs:
 # Before a launch
 
 
-def test_an_account_that_may_not_do_what_is_needed_is_refused_by_name(k8s: ApiServer, service: KubernetesJobs) -> None:
+def test_an_account_that_lacks_a_needed_right_is_refused_with_the_name_of_the_right(
+    k8s: ApiServer, service: KubernetesJobs
+) -> None:
     service.check_account(None, None, ())
     assert k8s.count("dry_run") == 1
     assert not k8s.cluster.jobs
@@ -151,7 +153,7 @@ def test_a_conflict_with_a_quota_is_tried_again_and_leaves_no_job_without_its_se
     assert len(k8s.cluster.jobs) == len(k8s.cluster.secrets) == 1
 
 
-def test_the_advice_on_a_refusal_fits_what_was_refused(k8s: ApiServer, service: KubernetesJobs) -> None:
+def test_the_advice_on_a_refusal_fits_the_refused_request(k8s: ApiServer, service: KubernetesJobs) -> None:
     def refusal() -> str:
         with pytest.raises(JobServiceError) as raised:
             service.start_jobs([job()])
@@ -206,7 +208,7 @@ def test_a_request_that_the_client_refuses_names_the_field_and_shows_no_value(
     assert "12345678" not in str(raised.value)
 
 
-def test_the_newest_of_the_events_is_told_although_the_server_counts_an_older_one_again(
+def test_the_newest_event_is_reported_although_the_server_counts_an_older_one_again(
     k8s: ApiServer, service: KubernetesJobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("executors.backends.kubernetes.UNMADE_S", 0.0)

@@ -128,7 +128,7 @@ def test_an_addition_is_not_covered_by_max_cost_and_that_is_reported(
 ) -> None:
     run = start(1, "hang", max_cost=2.0)
     assert run.add(FakeExecutor(), 1) == [1]
-    assert "max_cost=2 of run 'otter' does not bound what is added" in capsys.readouterr().err
+    assert "max_cost=2 of run 'otter' does not limit the cost of added replicas" in capsys.readouterr().err
     assert limits(machines) == [SHARE_S, SHARE_S]
     run.cancel()
 
@@ -164,7 +164,9 @@ def test_the_installation_of_a_container_is_part_of_its_time() -> None:
 
 
 @pytest.mark.parametrize(("installed_s", "left_s"), [(0.0, 990.0), (300.0, 690.0), (5000.0, 1.0)])
-def test_a_replica_may_run_for_what_its_installation_has_left_of_max_cost(installed_s: float, left_s: float) -> None:
+def test_a_replica_may_run_for_the_part_of_max_cost_that_its_installation_has_left(
+    installed_s: float, left_s: float
+) -> None:
     environ = {"REPLICA_TIMEOUT_S": "1000", "REPLICA_BOOTSTRAP_S": str(installed_s)}
     assert standalone._time_limit(environ) == 1000, "without max_cost the limit counts from the entrypoint's start"
     assert standalone._time_limit({**environ, "REPLICA_SETTINGS": '{"n": 1, "max_cost": 2.0}'}) == left_s

@@ -138,7 +138,9 @@ def test_a_launcher_that_ends_does_not_wait_for_a_bucket_that_does_not_answer(
     run.cancel()
 
 
-def test_a_detached_launch_gives_up_what_has_not_come(machines: Machines, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_detached_launch_gives_up_replicas_that_have_not_started(
+    machines: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
     decides = machines.hold(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeJobs, "interrupt_starts", lambda _: decides.set())

@@ -428,7 +428,7 @@ def test_a_job_that_a_service_does_not_end_is_named_with_the_command_that_ends_i
 
 @pytest.mark.usefixtures("in_a_moment")
 @pytest.mark.parametrize("answer", SERVICE_FAULTS.values(), ids=SERVICE_FAULTS)
-def test_a_launch_that_cannot_end_what_it_started_names_it_with_the_commands_that_end_it(
+def test_a_launch_that_cannot_end_its_started_jobs_names_them_with_the_commands_that_end_them(
     hf: HubServer, folder: Folder, answer: Misconduct
 ) -> None:
     hf.fail("create", 403, times=None, when=lambda request: request.json["labels"]["replicas-rank"] == "1")
@@ -443,7 +443,7 @@ def test_a_launch_that_cannot_end_what_it_started_names_it_with_the_commands_tha
 
 
 @pytest.mark.usefixtures("in_a_moment")
-def test_an_addition_that_loses_its_store_and_cannot_end_what_it_started_names_it_with_the_command_that_ends_it(
+def test_an_addition_that_loses_its_store_and_cannot_end_its_jobs_names_the_command_that_ends_them(
     hf: HubServer, folder: Folder, s3: S3Server
 ) -> None:
     run = started(hf)

@@ -285,7 +285,7 @@ def test_each_look_reads_a_log_once_and_a_long_one_is_looked_at_rarely(stub: Stu
 # Requests
 
 
-def test_a_replica_gets_what_was_asked_for_under_the_name_of_its_attempt(
+def test_a_replica_gets_the_requested_resources_under_the_name_of_its_attempt(
     stub: Stub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options: dict[str, Any] = {
@@ -319,6 +319,9 @@ def test_a_replica_gets_what_was_asked_for_under_the_name_of_its_attempt(
         },
     }
     assert capsys.readouterr().err.count("sees the values of MINE") == 1
+    for cpus, procs, cores in ((None, 4, 4), (None, 1, 1), (2.0, 4, 2.0)):
+        shown = RayExecutor(cpus=cpus).service.describe(replace(JOB, procs=procs))
+        assert shown["entrypoint_num_cpus"] == cores
     for gpu, n, resources in (("2", 2, {}), (None, 0, {}), ("A100-40G", 1, {"accelerator_type:A100-40G": 0.001})):
         shown = RayExecutor().service.describe(replace(JOB, gpu=gpu))
         assert (shown["entrypoint_num_gpus"], shown["entrypoint_resources"]) == (n, resources)

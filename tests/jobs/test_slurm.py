@@ -192,7 +192,7 @@ def test_replicas_may_run_for_as_long_as_their_partition_lets_them(
 # --- what jobs get
 
 
-def test_a_replica_gets_what_it_is_given_and_nothing_of_a_surrounding_job(
+def test_a_replica_gets_its_own_variables_and_none_of_a_surrounding_job(
     slurm: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     surrounding = {"SLURM_CPUS_PER_TASK": "7", "SLURM_MEM_PER_NODE": "3999", "SLURM_NTASKS": "6", "SLURM_HINT": "x"}
@@ -209,6 +209,22 @@ def test_a_replica_gets_what_it_is_given_and_nothing_of_a_surrounding_job(
     assert (found["SLURM_HINT"], found["REPLICA_SPARE"], found[RUN_KEY]) == (None, None, None)
     assert found["MINE"] == "of here"
     assert (found["MY_SECRET"], found["GIVEN"]) == ("hush", "a\n'ä'")
+
+
+def test_each_process_of_a_replica_has_a_core_unless_the_user_gives_another_number(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    names = ["SLURM_CPUS_PER_TASK", "SLURM_NTASKS", "REPLICA_MEMBERS"]
+    run = launch(SlurmExecutor(), "executors.testing.tasks:variables", 1, args={"names": names}, procs=2)
+    (found,) = run.results()
+    job = slurm.run("scontrol", "show", "job", job_of(run, 0))
+    assert "CPUs/Task=2" in job
+    assert "NumTasks=1" in job
+    assert found["REPLICA_MEMBERS"] == "2"
+    job = JobSpec(JobKey("s3://bucket/runs", "otter", 0, 0), ("true",), (), {}, {}, procs=2)
+    for options, cores in (({"cpus": 1}, "1"), ({"sbatch": ("--cpus-per-task=1",)}, "1"), ({"sbatch": ("-c1",)}, "1")):
+        started_as = SlurmExecutor(**options).service.start(job)
+        assert f"CPUs/Task={cores}" in slurm.run("scontrol", "show", "job", f"{started_as['id']}_{started_as['task']}")
 
 
 def test_a_job_gets_the_number_of_its_gpus(slurm: Cluster) -> None:
@@ -432,7 +448,7 @@ def test_a_record_chooses_neither_the_file_that_is_read_nor_a_job_of_another_clu
     assert set(SlurmJobs.recordable_options()) == {"partition", "account", "qos", "cpus", "memory_mb"}
 
 
-def test_doctor_knows_what_the_cluster_keeps_and_proves_that_logs_come(
+def test_doctor_warns_that_the_cluster_keeps_environments_and_proves_that_logs_arrive(
     slurm: Cluster, here: HereInstead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def findings(*arguments: str) -> list[tuple[str, str]]:

@@ -36,7 +36,7 @@ from executors.testing import eventually
 __all__ = ["folder", "others"]  # fixtures
 
 
-def test_a_resume_gives_each_what_it_was_given_and_asks_for_nothing_that_another_user_wrote(
+def test_a_resume_gives_each_rank_its_first_values_and_requests_none_that_another_user_wrote(
     machines: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("S", "a secret of this machine")
@@ -171,11 +171,11 @@ def test_an_addition_can_do_without_the_secrets_and_the_gpu_of_the_launch(
     assert machines.jobs[-1].job.secret_names == ()
 
 
-def test_what_a_run_with_code_was_not_launched_with_is_not_installed_for_some_of_it(
+def test_a_requirement_that_the_launch_did_not_have_is_refused_for_an_addition(
     machines: Machines, folder: Path
 ) -> None:
     run = launched(folder, installing(" numpy"), detach=True)
-    words = r"'flash-attn' of pip= is none of those that these replicas of run 'otter' were launched with"
+    words = r"'flash-attn' of pip= is new: run 'otter' was launched without it"
     with pytest.raises(ValueError, match=words):
         run.add(installing("numpy", "flash-attn"), 1)
     assert run.ranks == [0]

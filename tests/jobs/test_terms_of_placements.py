@@ -58,7 +58,9 @@ def test_two_additions_at_once_are_both_noted(monkeypatch: pytest.MonkeyPatch) -
     assert (launched.task_digest, launched.executor_options, launched.secrets) == ("0" * 64, {"a": 1}, ("token",))
 
 
-def test_a_process_that_launched_does_not_start_what_another_process_added(machines: Machines, folder: Path) -> None:
+def test_the_launching_process_does_not_start_ranks_that_another_process_added(
+    machines: Machines, folder: Path
+) -> None:
     run = launched(folder, AnyFakeExecutor(), restarts="3,backoff=0s", timeout=500, env={"WORD": "launch"})
     there = attach("otter", executor=AnyFakeExecutor())
     assert there.add(AnyFakeExecutor(), 1, timeout=50, env={"WORD": "added", "MORE": "yes"}) == [1]
@@ -159,7 +161,7 @@ def test_no_controller_continues_with_an_addition_that_failed(machines: Machines
     assert not machines.jobs
 
 
-def test_a_cancel_after_a_resume_counts_for_what_is_being_added(
+def test_a_cancel_after_a_resume_blocks_an_addition_that_is_under_way(
     folder: Path, machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = launched(folder, local(), detach=True)
@@ -178,7 +180,7 @@ def test_a_cancel_after_a_resume_counts_for_what_is_being_added(
     assert not machines.jobs
 
 
-def test_later_attempts_of_what_was_added_run_the_code_of_the_first(
+def test_later_attempts_of_an_added_rank_run_the_code_of_its_first_attempt(
     machines: Machines, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = launched(folder, local(), restarts="3,backoff=0s", rendezvous=str(tmp_path / "shared"))

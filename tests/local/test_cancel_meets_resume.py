@@ -85,7 +85,7 @@ def test_a_cancel_between_the_look_and_the_order_of_a_resume_is_reported(
     assert kinds(failed) == [("cancel", None, {})]
 
 
-def test_a_resume_after_a_cancel_starts_what_it_names_and_nothing_else(failed: Run, tmp_path: Path) -> None:
+def test_a_resume_after_a_cancel_starts_only_the_ranks_that_it_names(failed: Run, tmp_path: Path) -> None:
     failed.cancel()
     assert resume(failed, ranks=[1]).wait(60)
     assert [outcome.status for outcome in failed.outcomes()] == ["failed", "succeeded"]

@@ -62,6 +62,20 @@ replica = current_replica()
 replica.report(step=int(sys.argv[1]), loss=1.0)
 print(replica.page is not None)
 """
+HANGS = """
+import sys, time
+from executors import current_replica
+
+def hang():
+    time.sleep(600)
+
+replica = current_replica()
+for step in range(10):
+    replica.report(step=step)
+if sys.argv[1:] == ["twice"]:  # a process after it reports, too
+    sys.exit()
+hang()
+"""
 TRAINS = """
 import os
 import torch
@@ -290,7 +304,7 @@ def test_a_command_without_a_program_is_refused_before_anything_is_written(comma
         ({"command": ["true"], "executor": "inline"}, "Backend 'inline' calls functions and runs no command"),
     ],
 )
-def test_a_command_with_what_does_not_fit_is_refused(given: dict[str, Any], says: str) -> None:
+def test_a_command_with_arguments_for_a_function_is_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         launch(**{"executor": "local", "n": 1, **given})
 
@@ -360,3 +374,22 @@ def test_the_measurements_of_a_run_by_torchrun_have_all_rounds(start: Callable[.
     assert [outcome and outcome.status for outcome in run.outcomes()] == [ReplicaStatus.SUCCEEDED] * 2
     rounds = [(row.rank, row.entry) for row in run.metrics().rounds]
     assert rounds == [(rank, entry) for rank in (0, 1) for entry in (0, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("script", "limit"),
+    [('python "$0"', "1:60"), ('python "$0" twice; python "$0"', "8:60")],
+    ids=["one process", "a second process"],
+)
+def test_a_hang_in_the_process_of_a_command_that_reports_is_found_and_its_stacks_are_kept(
+    start: Callable[..., Run], tmp_path: Path, script: str, limit: str
+) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    run = start("sh", "-c", script, tmp_path / "hangs.py", hang_timeout=limit)
+    outcome = ended(run)
+    assert (outcome.reason, outcome.attempt) == ("hang", 0)
+    assert f" after step 9 (limit {limit[0]} s, --hang-timeout): " in outcome.headline
+    assert ": hangs.py:6 in hang" in outcome.headline
+    stacks = bytes(view_of(run).store.get(f"{run.run_id}/replicas/0000/0/{outcome.stacks[0]}")).decode()
+    assert 'hangs.py", line 6 in hang' in stacks
+    assert "HangError" in outcome.output_tail

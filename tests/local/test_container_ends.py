@@ -12,6 +12,7 @@ import pytest
 from servers.s3.server import S3Server
 from support.processes import is_alive
 from support.standalone_replicas import (
+    NOTICE,
     StandaloneScene,
     cloud,
     ended,
@@ -30,6 +31,7 @@ from executors.replica import NOTICE_S, SERVICE
 from executors.restarts.decision_log import DecisionLog
 from executors.settings.run_spec import RunSpec
 from executors.store.url import address_of
+from executors.task.command import Command
 
 __all__ = ["cloud", "shared", "site", "workspace"]  # fixtures
 
@@ -285,3 +287,28 @@ def test_the_time_limit_counts_from_the_start_of_the_entrypoint(site: Standalone
     spec = ship(site.shared, site.workspace, "tasks_of_user:talks")
     process = site.cloud.start(spec, timeout_s=1000.0, environ={"REPLICA_BOOTSTRAP_S": "999.999"})
     assert ended(process)[0] == 0, "what was installed before took as long as the limit"
+
+
+def test_the_outcome_of_a_command_in_a_container_has_the_end_of_its_output(site: StandaloneScene) -> None:
+    # The process that is left behind keeps the pipe of the output open.
+    script = "sleep 600 & head -c 100000 /dev/zero | tr '\\0' x; echo; echo 'Error: too few apples' >&2; exit 7"
+    spec = ship(site.shared, site.workspace, Command.of(["sh", "-c", script]))
+    process = site.cloud.start(spec, environ=NOTICE)
+    code, out, _ = ended(process)
+    outcome = outcome_of(spec)
+    assert (code, outcome.exit_code, outcome.reason) == (7, 7, "no_result")
+    assert outcome.headline.endswith("ended with exit code 7. It printed: Error: too few apples")
+    assert out.startswith("x" * 100_000 + "\nError: too few apples\n")
+    assert "xx\nError: too few apples\n" in outcome.output_tail
+
+
+def test_a_notice_ends_all_processes_of_a_replica_and_names_none_as_the_cause(site: StandaloneScene) -> None:
+    spec, process = site.start("waits", procs="2")
+    assert process.stdout is not None
+    assert sorted(process.stdout.readline() for _ in range(2)) == ["[1] waiting\n", "waiting\n"]
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 143
+    outcome = outcome_of(spec)
+    assert (outcome.reason, outcome.exit_code, outcome.notice, outcome.member) == ("signal", 143, "SIGTERM", None)
+    assert outcome.error == "Replica 0 of 1 was terminated by SIGTERM, not sent by `replicas`."
+    assert [end.exit_code for end in outcome.members] == [143, 143]

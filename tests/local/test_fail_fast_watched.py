@@ -95,7 +95,7 @@ def test_a_process_that_waits_is_reported_it_once(
         assert not run.wait(1)
     (line,) = [*said, *capsys.readouterr().err.splitlines()]
     assert line == (
-        f"replicas: {run.run_id}: rank 1 failed before the first round; the others train on without it. "
+        f"replicas: {run.run_id}: rank 1 failed before the first round; the others continue without it. "
         "fail_fast=True ends the run instead."
     )
 
@@ -109,7 +109,7 @@ def test_no_rank_is_reported_to_continue_if_all_ranks_fail_one_after_another() -
     assert manager_of(run).end_early(now, "--fail-fast") is None, "the others may be about to fail, too"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("executors.run.waiter.OTHERS_FAIL_S", 0.0)
-        told = "ranks 0-1 failed before the first round; the others train on without them. --fail-fast ends"
+        told = "ranks 0-1 failed before the first round; the others continue without them. --fail-fast ends"
         assert str(manager_of(run).end_early(now, "--fail-fast")).startswith(told)
         assert manager_of(run).end_early(now, "--fail-fast") is None, "it is said once"
 

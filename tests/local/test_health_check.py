@@ -95,7 +95,7 @@ class OnDevice:
         return 1
 
 
-def test_an_answer_that_fails_when_it_is_looked_at_is_no_health(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_health_check_fails_if_the_truth_of_its_answer_cannot_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> object:
         raise RuntimeError("uncorrectable ECC error")
 

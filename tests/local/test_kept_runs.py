@@ -185,7 +185,7 @@ def exists_run() -> bool:
 
 
 @pytest.mark.usefixtures("_supervisors")
-def test_a_stop_ends_what_is_not_ended_in_time_with_code_0(here: Folder) -> None:
+def test_a_stop_cancels_replicas_that_do_not_end_in_time_and_exits_with_code_0(here: Folder) -> None:
     launched(here, "--restarts", "3")
     stopped = here.replicas("stop", "otter", "--within", "1s")
     assert stopped.code == 0, stopped

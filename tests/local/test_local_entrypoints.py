@@ -41,6 +41,11 @@ import subprocess, sys
 subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])
 def train(): ...
 """
+NEEDING = """
+from executors.errors import MissingDependencyError
+raise MissingDependencyError("It needs x. Install it with: pip install x")
+def train(): ...
+"""
 
 
 @pytest.fixture
@@ -179,6 +184,17 @@ def test_a_module_changed_between_two_launches_is_read_again(local: LocalProcess
     for number in range(3):
         (project / "changing.py").write_text(f"def train():\n    return {number}  # {'.' * number}\n")
         assert launch(local, "changing:train", 1).results() == [number]
+
+
+def test_an_entrypoint_that_lacks_a_package_is_refused_with_the_line_that_installs_it_and_no_traceback(
+    local: LocalProcessExecutor, project: Path
+) -> None:
+    (project / "needing.py").write_text(NEEDING)
+    with pytest.raises(EntrypointError) as refused:
+        launch(local, "needing:train", n=2)
+    assert (
+        str(refused.value) == "Entrypoint 'needing:train' cannot be loaded. It needs x. Install it with: pip install x"
+    )
 
 
 def test_an_exception_of_a_user_module_has_its_traceback_without_frames_of_this_project(

@@ -74,7 +74,7 @@ def test_a_process_that_waits_is_shown_how_far_the_run_is(
     assert lines[-1].startswith(f"replicas: {run.run_id}: 2 succeeded: step ")
 
 
-def test_outcomes_never_raise_and_tell_what_is_known(local: LocalProcessExecutor) -> None:
+def test_outcomes_never_raises_and_returns_the_known_outcomes(local: LocalProcessExecutor) -> None:
     with launch(local, task("hang_on"), 2, args={"rank": 1}) as run:
         eventually(lambda: [str(outcome.status) for outcome in run.outcomes()] == ["succeeded", "running"])
         done, running = run.outcomes()
@@ -124,7 +124,7 @@ def test_the_error_is_of_the_earliest_failure_and_notes_the_others(local: LocalP
     assert "no_result" in notes
 
 
-def test_what_was_told_to_end_is_not_the_root_cause(local: LocalProcessExecutor) -> None:
+def test_a_cancelled_replica_is_not_the_root_cause(local: LocalProcessExecutor) -> None:
     run = launch(local, task("hang"), 3)
     pids = [pid_of(handle) for handle in run.handles]
     run.cancel(rank=0)
@@ -164,7 +164,7 @@ def test_every_reason_has_its_error(
 # --- leaving the block
 
 
-def test_leaving_the_block_cancels_what_still_runs(local: LocalProcessExecutor) -> None:
+def test_leaving_the_block_cancels_the_replicas_that_still_run(local: LocalProcessExecutor) -> None:
     with launch(local, task("hang_on"), 2, args={"rank": 1}) as run:
         pid = pid_of(run.handles[1])
         eventually(lambda: run.outcomes()[0].status == "succeeded")
@@ -333,7 +333,7 @@ def test_the_record_of_a_run_has_its_user_its_entrypoint_and_its_time(local: Loc
     assert "hunter2" not in str(record)
 
 
-def test_the_table_of_a_run_escapes_what_replicas_say(local: LocalProcessExecutor) -> None:
+def test_the_table_of_a_run_escapes_the_texts_of_replicas(local: LocalProcessExecutor) -> None:
     def entrypoint() -> None:
         raise ValueError("<script>alert(1)</script>")
 

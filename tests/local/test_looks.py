@@ -115,7 +115,7 @@ def test_the_log_of_decisions_is_read_once_another_process_has_ended_and_from_wh
     assert run.status().replicas[0].status == "pending"
 
 
-def test_ls_of_a_bucket_does_not_list_what_runs_measured(
+def test_ls_of_a_bucket_does_not_list_the_measurements_of_runs(
     bucket: S3Server, state_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(bucket.url("runs"))
@@ -155,7 +155,7 @@ def test_runs_that_this_machine_knows_at_a_bucket_are_asked_for_at_once(
     assert at_once == [29], "all but the first, which tells whether the bucket answers"
 
 
-def test_what_happened_costs_a_look_the_claims_the_first_reports_and_the_log(bucket: S3Server) -> None:
+def test_reading_events_costs_a_listing_the_claims_the_first_reports_and_the_log(bucket: S3Server) -> None:
     store = open_store(bucket.url("runs"))
     write_run(store, 8)
     for rank in range(8):
@@ -288,7 +288,7 @@ class HeldStore(MemoryStore):
         return iter(found)
 
 
-def test_of_two_who_look_at_the_same_time_neither_takes_back_what_the_other_saw() -> None:
+def test_of_two_threads_that_look_at_the_same_time_neither_removes_records_that_the_other_found() -> None:
     store = HeldStore()
     write_run(store, 1)
     run = Run(store, "wide", executor=CountingExecutor())

@@ -94,7 +94,7 @@ def test_commands_that_follow_a_run_report_that_its_directory_is_away_and_end_wi
 
 
 @pytest.mark.parametrize("command", ["wait", "watch"])
-def test_a_command_whose_patience_is_over_does_not_blame_its_command_line(
+def test_a_command_that_has_waited_too_long_for_a_store_does_not_blame_its_command_line(
     here: HereInstead, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     options = ("--restarts", 1, "--detach") if command == "watch" else ("--detach",)

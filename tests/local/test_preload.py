@@ -43,7 +43,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "work"
 
 
-def test_the_second_launch_of_a_file_finds_imported_what_it_imports_at_its_top(
+def test_the_second_launch_of_a_file_preloads_the_imports_at_its_top(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = LocalProcessExecutor(preload="auto", term_grace_s=0.5)

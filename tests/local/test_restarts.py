@@ -338,7 +338,7 @@ def test_replicas_of_a_training_that_are_killed_come_back_by_themselves_and_end_
     assert [entry.kind for entry in decisions(run)] == ["restart"] * 3
 
 
-def test_a_cancel_waits_for_what_a_rank_must_not_be_interrupted_in(local: LocalProcessExecutor, tmp_path: Path) -> None:
+def test_a_cancel_waits_for_the_end_of_an_atomic_block(local: LocalProcessExecutor, tmp_path: Path) -> None:
     run = started(local, save_slowly, 1, "1", folder=str(tmp_path))
     eventually((tmp_path / "begun").exists)
     run.cancel()

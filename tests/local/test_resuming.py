@@ -145,7 +145,7 @@ def test_other_code_of_the_same_name_is_not_taken_for_the_runs(
     assert (outcome.attempt, "with a space" in str(outcome.error)) == (1, True)
 
 
-def test_what_is_the_same_code_anywhere_is_resumed_from_anywhere(
+def test_an_installed_entrypoint_is_resumed_from_any_folder(
     two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here, there = two_folders
@@ -245,7 +245,7 @@ def test_the_error_for_a_new_run_from_a_snapshot_names_a_command_that_begins_one
         resume(attach("nightly"), from_snapshot=True)
 
 
-def test_a_folder_that_is_not_here_any_more_is_named_and_the_run_continues_with_what_is(
+def test_a_deleted_folder_of_the_launch_is_named_and_the_run_continues_with_the_code_of_this_folder(
     two_folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here, there = two_folders
@@ -284,7 +284,7 @@ def test_launch_with_resume_refuses_other_arguments() -> None:
     assert again.status().replicas[0].attempt == 2
 
 
-def test_launch_with_resume_refuses_what_it_would_leave_out() -> None:
+def test_launch_with_resume_refuses_arguments_that_a_resume_ignores() -> None:
     for name, value in {"min_replicas": 1, "fail_fast": True, "max_cost": 2.5, "tracker": "trackio"}.items():
         with pytest.raises(ValueError, match=f"A resumed run keeps the {name} of its launch"):
             launch(PLAIN, print, 1, run_id="any", resume=True, **{name: value})  # type: ignore[arg-type]
@@ -383,7 +383,7 @@ def test_a_rank_that_is_resumed_or_added_gets_a_gpu_that_no_living_rank_has(
 def test_a_rank_that_still_runs_is_left_alone(tmp_path: Path) -> None:
     with launch(PLAIN, second_time_lucky, 3, args={"folder": str(tmp_path)}) as run:
         eventually(lambda: run.status().replicas[1].status == "failed", "rank 1 fails")
-        with pytest.raises(ValueError, match=r"Rank 2 of run .* is running; only what ended is resumed"):
+        with pytest.raises(ValueError, match=r"Rank 2 of run .* is running; only ranks that have ended are resumed"):
             resume(run, ranks=[1, 2])
         back = resume(run)
         eventually(lambda: back.status().replicas[1].status == "succeeded", "rank 1 succeeds")

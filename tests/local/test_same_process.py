@@ -177,7 +177,7 @@ OVERLAPPED = {"fragments": 2, "overlap_steps": 1, "wire": "int8"}
 
 
 @pytest.mark.parametrize("options", [{}, OVERLAPPED], ids=["plain", "overlapped"])
-def test_a_diloco_goes_on_in_the_same_process_and_misses_at_most_the_rounds_of_the_failures(
+def test_a_diloco_continues_in_the_same_process_and_misses_at_most_the_rounds_of_the_failures(
     local: LocalProcessExecutor, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     fails_at = [14, 22]

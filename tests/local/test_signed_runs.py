@@ -230,7 +230,7 @@ def train_alone(steps: int, forged: str) -> int:
         return diloco.rounds
 
 
-def test_a_round_that_stands_still_names_the_object_and_continues_once_it_is_deleted(tmp_path: Path) -> None:
+def test_a_blocked_round_names_the_object_and_continues_after_its_deletion(tmp_path: Path) -> None:
     forged = "otter/diloco/main/r2/contribution/0"
     args = {"steps": 4, "forged": forged}
     run = launch(PLAIN, train_alone, 1, args=args, signed=True, run_id="otter", rendezvous=tmp_path / "a run's")

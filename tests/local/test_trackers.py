@@ -157,7 +157,7 @@ def test_a_launch_refuses_a_tracker_that_it_cannot_find(tracker: Any, kind: type
         launch("inline", TRAIN, 1, tracker=tracker)
 
 
-def test_a_launch_explains_how_to_install_what_a_tracker_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_explains_how_to_install_the_package_of_a_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
     with pytest.raises(MissingDependencyError, match=r"Install it with: pip install wandb$"):
         launch("inline", TRAIN, 1, tracker="wandb")

@@ -148,7 +148,7 @@ def test_the_mean_may_be_written_over_an_input() -> None:
     assert arrays[0].tobytes() == ((np.arange(100) + 1) / 2).astype(np.float32).tobytes()
 
 
-def test_an_input_that_is_not_finite_or_not_what_its_head_says_is_named() -> None:
+def test_an_input_that_is_not_finite_or_differs_from_its_head_is_named() -> None:
     for bad in (float("nan"), float("inf")):
         arrays = [np.ones(100, np.float32) for _ in range(3)]
         arrays[1][77] = bad
@@ -247,7 +247,7 @@ def test_a_mean_that_is_made_again_is_taken_if_it_is_the_one_of_before(sharded: 
     assert later.current().blocked == (mean if is_input_rotten else None)
 
 
-def test_a_process_that_reads_a_mean_knows_who_was_left_out_of_it() -> None:
+def test_the_reader_of_a_mean_knows_the_ranks_that_were_left_out() -> None:
     store, (_, maker, reader) = with_a_seal(sharded=True)
     rot(store, KEYS.contribution(0, 0))
     for each in (maker, reader):

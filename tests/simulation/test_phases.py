@@ -64,7 +64,7 @@ def test_a_replica_away_for_longer_than_the_grace_is_in_every_later_seal() -> No
 
 @pytest.mark.parametrize("came", [{0, 1}, {1, 3}])
 @pytest.mark.parametrize("n_fragments", [1, 2])
-def test_ranks_that_never_came_cost_one_grace_and_who_comes_late_is_counted(came: set[int], n_fragments: int) -> None:
+def test_ranks_that_never_came_cost_one_grace_and_a_late_rank_counts(came: set[int], n_fragments: int) -> None:
     """Two of four launched replicas never come. Later, one of them does."""
     phase_s, grace_s, late, late_s = 100.0, 30.0, 2, 450.0
     simulation = Simulation(phased(phase_s, [], until_s=15 * phase_s, n_fragments=n_fragments))

@@ -200,7 +200,7 @@ def _snapshots_are_checked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     monkeypatch.setattr(SnapshotReader, "_took", checked)
 
 
-def test_a_signed_run_is_stopped_at_most() -> None:
+def test_forged_records_can_stop_a_signed_run_but_not_change_it() -> None:
     attacks: Counter[str] = Counter()
     adopted = 0
     for seed in range(SCHEDULES):

@@ -12,6 +12,7 @@ from executors.settings.settings import DEFAULTS
 from executors.store import Store
 from executors.task import create
 from executors.task.code_package import Package
+from executors.task.command import Command
 from executors.task.launch_request import LaunchRequest
 from executors.task.record import Placement
 
@@ -19,7 +20,7 @@ from executors.task.record import Placement
 def create_run(
     store: Store,
     run_id: str,
-    entrypoint: str | Callable[..., Any],
+    entrypoint: str | Command | Callable[..., Any],
     args: Mapping[str, Any],
     n: int,
     *,

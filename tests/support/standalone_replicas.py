@@ -23,6 +23,7 @@ from executors.settings.run_spec import RunSpec
 from executors.settings.settings import DEFAULTS
 from executors.shipping.package import bootstrap_command, make_package, replica_environment
 from executors.task.code_package import Package
+from executors.task.command import Command
 from support.new_runs import create_run
 from support.processes import MARK
 
@@ -193,7 +194,7 @@ def running_cloud(folder: Path) -> Iterator[Cloud]:
 def ship(
     rendezvous: str | Path,
     workspace: Path,
-    entrypoint: str | Callable[..., Any],
+    entrypoint: str | Command | Callable[..., Any],
     args: Mapping[str, Any] | None = None,
     n: int = 1,
     *,

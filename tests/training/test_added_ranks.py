@@ -145,7 +145,7 @@ def test_a_rank_that_was_added_to_a_run_that_never_begins_does_not_wait_for_ever
     assert step_of_begin(location_of(options), options, waits=True) is None
 
 
-def test_only_who_plans_another_number_of_steps_is_reported_shares() -> None:
+def test_only_a_replica_that_plans_another_number_of_steps_gets_the_advice_on_shares() -> None:
     # In the last, the rounds from one snapshot to the next differ, too: 1 and 2.
     for begun_at, total, planned, is_told in ((0, 40, 40, False), (8, 48, 40, True), (8, 168, 148, True)):
         next_process()

@@ -188,7 +188,7 @@ def test_a_process_that_asks_for_the_anchor_waits_for_the_round_and_leaves_the_l
         assert (report.round, value_of(model)) == (1, 2.0)
 
 
-def test_what_is_in_flight_is_merged_before_a_state_is_taken_or_loaded_and_is_the_round_of_sync() -> None:
+def test_a_round_in_flight_is_merged_before_a_state_is_taken_or_loaded_and_counts_as_the_round_of_sync() -> None:
     model = zeros()
     with begin(MemoryStore(), model, merge="carry") as diloco:
         steps(3, model, diloco)
@@ -335,7 +335,7 @@ def test_a_process_that_interrupts_a_replica_while_it_begins_leaves_no_thread(mo
 
 @pytest.mark.parametrize(("n_steps", "rounds"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 1), (6, 2)])
 @pytest.mark.parametrize("merge", ["anchor", "carry"])
-def test_close_merges_what_is_in_flight_and_ends_the_thread_also_when_it_is_called_again(
+def test_close_merges_the_round_in_flight_and_ends_the_thread_also_when_it_is_called_again(
     merge: str, n_steps: int, rounds: int
 ) -> None:
     store, model = MemoryStore(), zeros()

@@ -73,7 +73,9 @@ def seals(store: Store, key: bytes | None = None, run_id: str = "test") -> list[
     ids=["in turn", "overlap, int8", "auto, int4, fragments, signed", "beside"],
 )
 @pytest.mark.filterwarnings("ignore:Only")
-def test_a_slow_replica_weighs_as_many_steps_as_it_makes_and_all_end_with_one_model(options: dict[str, Any]) -> None:
+def test_the_weight_of_a_slow_replica_is_its_number_of_steps_and_all_end_with_one_model(
+    options: dict[str, Any],
+) -> None:
     store = MemoryStore()
     ends = run_replicas(3, lambda where: trained(where, **options), store=store)
     n_fragments = options.get("fragments", 1)
@@ -199,7 +201,7 @@ def test_a_round_is_due_at_the_first_step_after_its_time_since_the_last_mean() -
     assert one.step(1.0).is_due
 
 
-def test_what_is_sent_before_it_is_due_says_for_how_long_training_continues() -> None:
+def test_work_that_is_sent_early_names_the_time_for_which_training_continues() -> None:
     one = Clocked(overlap_steps=0.5)
     assert [one.step(3.0).is_time_to_send(0) for _ in range(2)] == [False, True]
     one.phase.note_held()

@@ -137,7 +137,7 @@ def died_after(steps: int, **options: Any) -> MemoryStore:
     return store
 
 
-def test_what_an_earlier_attempt_kept_is_let_go_once_training_continues(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_state_of_an_earlier_attempt_is_released_when_training_continues(caplog: pytest.LogCaptureFixture) -> None:
     again = Trainer(place(died_after(9)))
     assert again.diloco._attached.kept is not None
     arrays = [weakref.ref(values) for values in again.diloco._attached.kept.arrays.values()]

@@ -101,7 +101,7 @@ def test_the_part_of_restored_work_that_no_mean_contains_stays() -> None:
         leave(diloco)
 
 
-def test_what_a_seal_counted_after_a_state_was_kept_is_not_there_again_in_who_starts_from_it() -> None:
+def test_work_that_a_seal_counted_after_a_state_was_saved_does_not_return_in_the_next_attempt() -> None:
     died, gone_on, was_back = threading.Event(), threading.Event(), threading.Event()
     limits = Limits(grace_s=0.05, takeover_after_s=0.01)
     options: dict[str, Any] = {"inner_steps": 4, "fragments": 2, "snapshot_every": 2, "limits": limits, **PLAIN}
@@ -159,7 +159,7 @@ def test_what_a_seal_counted_after_a_state_was_kept_is_not_there_again_in_who_st
 # -- leaving -----------------------------------------------------------------------------------------------------------
 
 
-def test_close_applies_what_is_in_flight() -> None:
+def test_close_applies_the_round_in_flight() -> None:
     def body(where: Mapping[str, Any]) -> tuple[int, float]:
         model = zeros()
         options: dict[str, Any] = {"inner_steps": 4, "overlap_steps": 2, "allow_no_rounds": True, **PLAIN}

@@ -73,7 +73,7 @@ def test_a_replica_that_comes_back_continues_where_its_data_were(kind: str) -> N
     assert before[:6] + after == whole, "what was seen after the last round, which nobody kept, is seen again"
 
 
-def test_what_of_a_data_position_cannot_be_kept_is_named() -> None:
+def test_a_data_position_that_cannot_be_saved_is_named() -> None:
     class Prefetching:
         def state_dict(self) -> dict[str, Any]:
             return {"buffer": [{"at": 3, "source": open}]}

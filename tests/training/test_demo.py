@@ -50,7 +50,7 @@ def test_a_short_demo_alone_prints_its_results(
     assert "step     0 of 25  loss" in capsys.readouterr().out
 
 
-def test_what_cannot_be_trained_is_a_clear_error(alone: Replica, tmp_path: Path) -> None:
+def test_a_demo_that_cannot_train_raises_a_clear_error(alone: Replica, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("short")
     with pytest.raises(FileNotFoundError, match="data='/nowhere' names no file or folder"):
         demo.train(data="/nowhere")

@@ -16,7 +16,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_held_and_merged_on_a_device_has_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
+def test_work_held_and_merged_on_a_device_has_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
     merged = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)

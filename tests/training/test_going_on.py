@@ -105,7 +105,7 @@ def say_what_it_continues() -> str | None:
     return replica.continues
 
 
-def test_a_signed_run_continues_from_what_its_task_names_whatever_run_json_says() -> None:
+def test_a_signed_run_continues_from_the_run_that_its_task_names_even_if_run_json_differs() -> None:
     old = launch(LocalProcessExecutor(), say_what_it_continues, 1, signed=True, run_id="old")
     assert old.results() == [None]
     view_of(old).store.put(

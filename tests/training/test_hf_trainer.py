@@ -38,7 +38,7 @@ def _a_replica(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
     set_current_replica(None)
 
 
-def test_a_round_is_one_of_updates_and_what_is_evaluated_and_saved_at_it_is_the_anchor(tmp_path: Path) -> None:
+def test_a_round_counts_updates_and_the_model_that_is_evaluated_and_saved_at_it_is_the_anchor(tmp_path: Path) -> None:
     more: dict[str, Any] = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     one = trainer(tmp_path, MemoryStore(), **more, save_strategy="steps", save_steps=INNER)
     one.train()
@@ -52,7 +52,7 @@ def test_a_round_is_one_of_updates_and_what_is_evaluated_and_saved_at_it_is_the_
     assert all(torch.equal(last[name], values) for name, values in one.ours.diloco.anchor().items())
 
 
-def test_the_log_has_rounds_and_the_replica_reports_what_the_trainer_logs(tmp_path: Path) -> None:
+def test_the_log_has_rounds_and_the_replica_reports_the_numbers_of_the_trainer(tmp_path: Path) -> None:
     me = Replica(0, 1, "another", 0, "memory://hf")
     set_current_replica(me)
     one = trainer(tmp_path, MemoryStore())
@@ -105,7 +105,7 @@ def test_a_script_that_pushes_at_its_end_pushes_from_rank_0_alone(
     hf._leave_pushes_to_rank_0.cache_clear()
 
 
-def test_the_best_model_stays_where_the_trainer_was_told_to_load_it(tmp_path: Path) -> None:
+def test_the_best_model_stays_if_the_trainer_loads_it_at_the_end(tmp_path: Path) -> None:
     more: dict[str, Any] = {
         "eval_strategy": "steps",
         "eval_steps": INNER,

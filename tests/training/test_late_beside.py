@@ -77,7 +77,7 @@ def wait_until_others_are_ahead(store: Store) -> None:
     ],
     ids=["carry, int8", "auto, int4", "fragments, drop", "no overlap"],
 )
-def test_what_is_in_the_live_parameters_and_not_in_the_anchor_is_what_no_mean_has_counted(
+def test_live_parameters_differ_from_the_anchor_by_the_work_that_no_mean_has_counted(
     options: dict[str, Any],
 ) -> None:
     next_process()

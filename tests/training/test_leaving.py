@@ -68,7 +68,7 @@ def test_each_step_is_a_mark_and_a_round_that_counts_its_work_is_kept() -> None:
     again.diloco._close(in_order=False)
 
 
-def test_a_notice_keeps_what_is_attached_and_the_work_since_the_last_round() -> None:
+def test_a_notice_saves_the_attached_state_and_the_work_since_the_last_round() -> None:
     store = MemoryStore("notice")
     training = Training(store)
     for _ in range(6):
@@ -86,7 +86,7 @@ def test_a_notice_keeps_what_is_attached_and_the_work_since_the_last_round() -> 
     following.diloco._close(in_order=False)
 
 
-def test_a_notice_keeps_what_is_attached_to_each_diloco_of_the_process() -> None:
+def test_a_notice_saves_the_attached_state_of_each_diloco_of_the_process() -> None:
     store = MemoryStore("two models")
 
     def begin(attempt: int) -> tuple[Training, DiLoCo, torch.optim.Optimizer]:

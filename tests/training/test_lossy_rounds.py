@@ -113,7 +113,7 @@ def test_of_the_rest_as_much_is_kept_as_is_to_be_kept_of_the_live_value() -> Non
         assert not torch.equal(anchor, live)
 
 
-def test_a_model_of_bf16_keeps_what_it_can_of_the_rest() -> None:
+def test_a_bf16_model_keeps_the_rounding_error_as_far_as_its_digits_allow() -> None:
     model = zeros(dtype=torch.bfloat16)
     with open_diloco(model, inner_steps=1, wire="int8", mean_wire="fp32", **PLAIN, **place()) as diloco:
         for _ in range(30):

@@ -122,7 +122,7 @@ def test_data_parallel_models_stay_one_model_and_others_do_not(script: Any) -> N
     assert not torch.equal(heads[2], heads[3])
 
 
-def test_the_recurrent_model_computes_what_a_gru_of_torch_computes(script: Any) -> None:
+def test_the_recurrent_model_computes_the_same_as_a_gru_of_torch(script: Any) -> None:
     torch.manual_seed(0)
     ours: Any = script.ByteGRU(8)
     theirs: Any = nn.GRU(24, 8, batch_first=True)

@@ -96,7 +96,7 @@ def expected(
     ("merge", "mix"), [("carry", 0.0), ("anchor", 0.0), ("anchor", 0.25)], ids=["carry", "anchor", "mix"]
 )
 @pytest.mark.parametrize("wire", ["fp32", "int8", "int4", "top8"])
-def test_live_parameters_are_what_the_formula_says(wire: str, merge: str, mix: float, overlap: int) -> None:
+def test_live_parameters_follow_the_formula(wire: str, merge: str, mix: float, overlap: int) -> None:
     def body(where: Mapping[str, Any]) -> tuple[Floats, Floats]:
         model = nn.Linear(N, 1, bias=False)
         nn.init.zeros_(model.weight)

@@ -88,7 +88,7 @@ def test_whether_work_has_moved_is_seen_in_its_first_piece(monkeypatch: pytest.M
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from(list(WIRES.values())),
 )
-def test_streamed_pieces_are_the_payload_and_what_is_kept_is_its_part(
+def test_streamed_pieces_are_the_payload_and_the_kept_bytes_are_a_part_of_it(
     sizes: list[int], block_elements: int, keep: tuple[int, int], dtype: torch.dtype, wire: Wire
 ) -> None:
     model, fragment, anchor = model_of(sizes, dtype)
@@ -178,7 +178,7 @@ def test_streaming_reading_at_once_and_neither_lead_to_the_same_anchor(wire: str
     assert len({*streamed, *at_once, *in_memory}) == 1
 
 
-def test_what_is_sent_early_is_kept_as_a_whole_beside_the_memory_of_a_shard(tmp_path: Path) -> None:
+def test_work_that_is_sent_early_is_kept_whole_in_addition_to_the_memory_of_a_shard(tmp_path: Path) -> None:
     limits, written = Limits(small_bytes=0, block_elements=250), bytearray()
     next_process()
     diloco = open_diloco(nn.Linear(300, 7), limits=limits, **place(FileStore(tmp_path), world_size=3))

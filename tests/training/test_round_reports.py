@@ -85,7 +85,7 @@ def test_work_that_a_seal_does_not_count_is_carried_or_dropped(
     leave(diloco)
 
 
-def test_a_replica_keeps_each_entry_and_what_it_leaves_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_records_each_entry_and_the_work_that_no_round_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are two fragments. Their entries are recorded one by one, also if a step runs several."""
     store = MemoryStore.named("kept")
     replica = Replica(0, 1, "test", 0, store.url, claimed_nonce="n", recorder=Recorder(store, "test", 0, 0, began=0.0))

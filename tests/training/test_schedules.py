@@ -161,7 +161,9 @@ def test_a_schedule_that_has_counted_before_the_trainer_continues_from_there() -
     leave(link.diloco)
 
 
-def test_what_does_not_follow_is_named_once_with_the_steps_it_lags(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_object_that_does_not_follow_is_named_once_with_the_steps_that_it_lags(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     back = Replica(place(run_that_went_on("cosine", follow=False)), "cosine", follow=False)
     lines = [line for line in caplog.messages if line.startswith("rank 0")]
     kept = back.schedule.last_epoch
@@ -258,7 +260,7 @@ def test_a_prepared_schedule_that_takes_a_step_per_process_is_refused() -> None:
         unwrapped(AcceleratedScheduler(LinearLR(optimizer), prepared))
 
 
-def test_what_fabric_set_up_is_shared_attached_and_followed() -> None:
+def test_a_model_optimizer_and_schedule_that_fabric_set_up_are_shared_and_attached() -> None:
     fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
     plain = nn.Linear(2, 1)
     model, optimizer = fabric.setup(plain, torch.optim.AdamW(plain.parameters(), 0.1))

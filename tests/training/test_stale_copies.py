@@ -574,7 +574,7 @@ def test_tensors_that_cannot_be_averaged_are_refused_by_name(thing: Any, words: 
     leave(diloco)
 
 
-def test_what_is_averaged_besides_costs_no_optimizer_step_and_no_round_a_comparison() -> None:
+def test_tensors_averaged_outside_the_model_cost_no_comparison_in_steps_or_rounds() -> None:
     diloco = DiLoCo(nn.Linear(1, 1), inner_steps=2, **place())
     before = len(_watchers[get_ident()])
     diloco.average_also(nn.Linear(1, 1))

@@ -94,7 +94,7 @@ def test_a_replica_that_did_not_see_the_last_seal_ends_with_the_others_too() -> 
     leave(again)
 
 
-def test_the_line_on_stderr_names_who_stopped_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_on_stderr_names_the_replica_that_stopped_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     diloco = DiLoCo(nn.Linear(2, 1), inner_steps=2, total_steps=50, **PLAIN, **place())
     diloco.stop()
     diloco.step()

@@ -167,9 +167,11 @@ def test_the_processes_of_a_trainer_that_are_not_those_of_the_replica_are_refuse
     )
 
 
-def train_lightning(folder: Path, member: int) -> dict[str, Any]:
+def train_lightning(folder: Path, member: int, *, is_sharded: bool = False) -> dict[str, Any]:
     """Train with the Trainer of Lightning. Return the model, the steps, the rates and the items."""
     import lightning.pytorch as lightning
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
 
     from diloco.trainers.lightning import DiLoCoCallback
 
@@ -182,6 +184,10 @@ def train_lightning(folder: Path, member: int) -> dict[str, Any]:
             super().__init__()
             self.model = Model()
 
+        def configure_model(self) -> None:
+            if is_sharded:
+                fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
             loss: torch.Tensor = self.model(batch, batch / N_ITEMS)["loss"]
@@ -193,8 +199,9 @@ def train_lightning(folder: Path, member: int) -> dict[str, Any]:
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     data = replica.shard(torch.arange(float(N_ITEMS)), per="replica")
+    strategy = ModelParallelStrategy(replica.members, 1) if is_sharded else "ddp"
     trainer = lightning.Trainer(
-        max_steps=STEPS, accelerator="cpu", devices=replica.members, strategy="ddp", logger=False,
+        max_steps=STEPS, accelerator="cpu", devices=replica.members, strategy=strategy, logger=False,
         callbacks=[DiLoCoCallback(inner_steps=INNER)], enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
@@ -202,11 +209,14 @@ def train_lightning(folder: Path, member: int) -> dict[str, Any]:
     return {"model": values_of(module), "step": trainer.global_step, "rates": rates, "seen": module.model.seen}
 
 
-def test_two_replicas_of_two_processes_end_with_one_model_in_the_trainer_of_lightning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_two_replicas_of_two_processes_end_with_one_model_in_the_trainer_of_lightning(
+    is_sharded: bool, tmp_path: Path
+) -> None:
     pytest.importorskip("lightning")
     import diloco.trainers.lightning  # noqa: F401 - imported before the processes are forked
 
-    found = run_members(tmp_path, [2, 2], lambda rank, member: train_lightning(tmp_path, member))
+    found = run_members(tmp_path, [2, 2], lambda rank, member: train_lightning(tmp_path, member, is_sharded=is_sharded))
     check_one_model(found)
     assert {result["step"] for result in found.values()} == {STEPS}
     for rank in (0, 1):

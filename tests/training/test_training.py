@@ -138,7 +138,7 @@ def test_a_missing_replica_costs_the_grace_and_no_more() -> None:
     assert pace_of_two_in_a_world_of_three == [(0, 1), (0, 1)]
 
 
-def test_a_round_without_quorum_names_who_is_missing() -> None:
+def test_a_round_without_quorum_names_the_missing_ranks() -> None:
     where = {**place(), "world_size": 8}
     limits = Limits(grace_s=0.05, round_timeout_s=0.5, takeover_after_s=0.0)
     diloco = open_diloco(nn.Linear(2, 2), inner_steps=1, min_quorum=6, limits=limits, **where)
@@ -259,7 +259,7 @@ def test_own_contributions_are_deleted_after_their_round() -> None:
     ]
 
 
-def test_sharded_rounds_move_as_many_payload_bytes_as_they_should() -> None:
+def test_sharded_rounds_move_the_expected_number_of_payload_bytes() -> None:
     blocks, block_elements, n = 12, 64, 4
 
     def body(where: Mapping[str, Any]) -> tuple[int, int]:

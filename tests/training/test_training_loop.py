@@ -222,7 +222,7 @@ def test_after_closing_each_replica_holds_the_anchor_also_without_a_planned_end(
     assert "the model no longer contains it" in warning
 
 
-def test_a_model_that_had_no_round_keeps_what_was_trained() -> None:
+def test_a_model_without_any_round_keeps_its_trained_values() -> None:
     model = nn.Linear(1, 1)
     diloco = DiLoCo(model, inner_steps=5, allow_no_rounds=True, **place())
     nudge(model, 1.0)

@@ -81,9 +81,19 @@ class Unfolding(State):
         return {**super().state_dict(), "more": self.more}
 
 
-def attached(store: MemoryStore, attempt: int) -> AttachedState:
-    patient = RetryingStore(store, clock=monotonic, tolerance=lasting(15.0))
-    return AttachedState(patient, KEYS, Identity(0, 1, attempt, "n"), lambda job: job(), RoundPlan(), UNSIGNED)
+def attached(store: MemoryStore, attempt: int, member: int = 0) -> AttachedState:
+    patient, me = RetryingStore(store, clock=monotonic, tolerance=lasting(15.0)), Identity(0, 1, attempt, "n")
+    return AttachedState(patient, KEYS, me, lambda job: job(), RoundPlan(), UNSIGNED, member=member)
+
+
+@pytest.mark.parametrize(("member", "n_lines"), [(0, 1), (1, 0)])
+def test_one_of_several_members_reports_that_the_run_went_on_without_them(
+    member: int, n_lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = attached(MemoryStore(), 1, member)
+    found.attach("state", State(1.0), 0)
+    found.follow(RoundPlan().steps_per_entry, 0)
+    assert len([line for line in caplog.messages if "continued at step" in line]) == n_lines
 
 
 def test_large_attached_state_is_saved_in_parts_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ def _report(
     for problem, tasks in failed.items():
         if names := [task.name for task in tasks if task.name]:
             problems.append(f"{_names(names)} ({problem})")
-        elif tasks:  # left out if a named job has the same problem, because its message is enough
+        elif tasks:  # skipped if the message about a named job already reports the same problem
             problems.append(f"any other job of this run that {service.name} has ({problem})")
     left = [*found_left]
     left += [job_id for tasks in failed.values() for task in tasks for job_id in task.job_ids]

@@ -56,6 +56,7 @@ from executors.replica import RANK, RENDEZVOUS, SERVICE, TIMEOUT_S
 from executors.run.job_notes import NotedJob, note_jobs, noted_jobs
 from executors.run.new_run import write_new_run
 from executors.run.spares import spares_of
+from executors.settings.procs import known_procs
 from executors.settings.run_spec import LEASE_S, RunSpec, StartSpec
 from executors.store import store_at
 from executors.store.parallel import answered_within, in_threads
@@ -310,7 +311,8 @@ class JobExecutor(Backend):
             state = states.get(replica.key)
             if replica.job is None or (state is not None and (state.has_ended or state.holds_place)):
                 if state is not None and state.holds_place and state.reason == "preempted":
-                    # This is the last look at a replica that has ended, so the job is withdrawn here.
+                    # This is the last look at a replica that has ended, so the job's place at the service is freed
+                    # here.
                     self._recorder.withdraw(replica)
                 self._states.forget(replica.key)
                 return self._recorder.supervisor_of(replica, state)
@@ -334,7 +336,7 @@ class JobExecutor(Backend):
         return call_each(observation, replicas, MAX_THREADS)  # in threads, because each takes several requests
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = LOG_LINES) -> str:
-        """Return the last lines of the replica's output, as far as the service keeps them."""
+        """Return the last lines of the replica's output that the service still has."""
         job_id = retrying()(self._job_of, self._find(handle))
         return "" if job_id is None else retrying()(self.service.logs, job_id, n_lines)
 
@@ -614,6 +616,7 @@ class JobExecutor(Backend):
                 None if timeout_s is None else int(timeout_s + margin_s),
                 0 if timeout_s is None else margin_s,
                 pins=tuple(pins),
+                procs=known_procs(run.settings.procs, gpu) or 1,
             )
             jobs.append((attempt, job))
         return jobs

@@ -56,7 +56,7 @@ class GangStart:
         handle_of: returns the handle of an attempt, given the id of its job.
         started: is called with the jobs that the service has started and the url of the run's store, before anything
             else is done with the jobs.
-        starting: a set to which this adds the place of each attempt, for as long as this launch may be starting it.
+        starting: a set to which this adds the place of each attempt, while this launch may be starting it.
         on_progress: is called with a few words whenever one more job has started.
 
     Example:
@@ -195,13 +195,13 @@ class GangStart:
         return f"{n_had} of {n} had a machine. {self._service.limits_advice} {fewer}".replace("  ", " ")
 
     def _end_doubles(self) -> None:
-        """End the second job of each rank that has two. An earlier search may have missed it."""
+        """End the second job of each rank that has two jobs. An earlier search may have missed the second job."""
         for start in self._starts:
             if start.is_unclear and start.job_id is not None:
-                with contextlib.suppress(JobServiceError):  # then the end of the replica ends it, too
+                with contextlib.suppress(JobServiceError):  # the second job then ends together with the replica
                     stop_others(self._service, start.job.key, start.job_id)
 
-    # With fewer replicas than the run has ranks
+    # --- starting with fewer replicas than the run has ranks
 
     def _go_on_without(self, failed: Sequence[JobStart], late: Sequence[JobStart]) -> None:
         """Give up the ranks whose start failed. Late ranks may join as long as this process runs."""
@@ -257,7 +257,7 @@ class GangStart:
             self._service.interrupt_starts()
         self._starter.wait_for(late, CLOSE_S)
 
-    # Undoing
+    # --- undoing a start
 
     def _give_up(self, starts: Sequence[JobStart], why: str) -> str:
         """End jobs, also those that are still being started. Return a sentence that names the jobs that may still run.
@@ -266,7 +266,8 @@ class GangStart:
         not answer within a few seconds, the service is asked to end the jobs all the same. Then the store has more
         time.
         """
-        failed = [start for start in starts if start.error]  # first, because a start that is given up fails, too
+        # computed before `forbid`, because each start that is given up then fails as well
+        failed = [start for start in starts if start.error]
         self._starter.forbid(starts)
         self._interrupt()
         (marked,) = in_threads(lambda _: self._mark(starts, failed, why), [None], 1)
@@ -314,9 +315,9 @@ class GangStart:
         """End jobs repeatedly while some are still being started. Return the jobs that may still run."""
         swept, pause_s = EndedJobs(), SWEEP_S
         while starts:
-            # This list is made before jobs are ended, so that a job that starts meanwhile is swept in the next turn.
+            # This list is made before jobs are ended, so that the next pass ends a job that starts meanwhile.
             if asking := [start for start in starts if start.is_asking]:
-                self._interrupt()  # for calls that have begun to wait since the last time
+                self._interrupt()  # interrupts calls that have begun to wait since the last interrupt
             ended = end_jobs(
                 self._service,
                 [(start.job.key, start.job_id) for start in starts if start not in asking],

@@ -134,7 +134,8 @@ class JobOutcomeRecorder:
         return not state.has_ended or (not is_over and not attempt.has_cancel_marker())
 
     def expire(self, replica: JobReplica) -> None:
-        """Let the next look read again whether the replica was cancelled, although its end is not confirmed.
+        """Make the next look read the cancel marker of the replica again, although the end of the replica is not
+        confirmed.
 
         Args:
             replica: the replica.
@@ -142,7 +143,7 @@ class JobOutcomeRecorder:
         self._heartbeats.forget(replica.attempt.full_name)
 
     def expire_all(self, prefix: str) -> None:
-        """Let the next look read again whether the replicas of a run were cancelled.
+        """Make the next look read the cancel markers of a run's replicas again.
 
         Args:
             prefix: the run id, followed by a slash.

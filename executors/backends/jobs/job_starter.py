@@ -102,7 +102,8 @@ class JobStarter:
         handle_of: makes the handle of an attempt from the id of its job.
         started: called with the jobs that the service has started and the url of the run's store, before anything else
             is done with them.
-        starting: the places of attempts that this process is starting. Each is removed when its start has ended.
+        starting: the full names of the attempts that this process is starting. A name is removed when its start has
+            ended.
 
     Example:
         JobStarter(service, spec, handle_of=handle_of, started=keep, starting=set()).start(batch)
@@ -125,8 +126,10 @@ class JobStarter:
         self._starting = starting
         self._nonce = secrets.token_hex(16)
         self._asking = threading.Lock()
-        """A thread holds it while it gives starts up, and while it checks that its own start is not given up and marks
-        that it asks. So a start that is given up either is not asked for, or is known to be asked for."""
+        """Protects the marks `given_up` and `is_asking`. A thread holds this lock while it gives up starts. A thread
+        that requests a job also holds it, from the check of `given_up` until `is_asking` is set. So no job is requested
+        after its start was given up without a mark that shows the request.
+        """
 
     def forbid(self, starts: Sequence[JobStart]) -> None:
         """Request no more jobs for these starts. Calls that already wait for the service continue.
@@ -220,7 +223,7 @@ class JobStarter:
             if self._have_all(batch, CANCEL):
                 raise CancelledWhileStartingError
             raise JobServiceError("another process recorded its end before it was started.", "rejected")
-        with self._asking:  # from here on, a caller that gives up the start waits for the service's answer
+        with self._asking:  # once `is_asking` is set, a caller that gives up the start waits for the service's answer
             batch[0].check_not_given_up()
             for start in batch:
                 start.may_exist = start.is_asking = True
@@ -244,7 +247,7 @@ class JobStarter:
                 start.is_asking = False
 
     def _have_all(self, batch: Sequence[JobStart], name: str) -> bool:
-        """Return True if all attempts have a record. False if the store does not answer soon."""
+        """Return True if every attempt has the record. False if the store does not answer within a few seconds."""
         with contextlib.suppress(StoreError):
             found = in_threads(lambda start: start.attempt.has(name), batch, ASKING_THREADS)
             return all(answered_within(HEAD_START_S, each, self._run.store_url) for each in found)

@@ -114,7 +114,7 @@ class JobStatePoller:
             self._forget(key)
 
     def expire(self, key: JobKey) -> None:
-        """Let the next look ask the service about a job, because the job was ended.
+        """Make the next look ask the service about a job, because the job was ended.
 
         Args:
             key: the run, the rank and the attempt of the job.

@@ -140,10 +140,13 @@ class JobSpec:
     """The names of the user's secrets that the replica gets."""
     gpu: str | None = None
     """The GPU, as in "H100" or "H100:2". None: no GPU."""
+    procs: int = field(default=1, kw_only=True)
+    """The number of processes of the replica, as far as it is known before the start."""
     limit_s: int | None = 3600
     """The seconds after which the service ends the job. None: the service's own limit, if it has one."""
     margin_s: int = 0
-    """The part of `limit_s` for the time before the entrypoint begins. A service whose limit is too small may drop it.
+    """The part of `limit_s` for the time before the entrypoint begins. A service that does not accept `limit_s` may
+    subtract this part.
     """
 
 

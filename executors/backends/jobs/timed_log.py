@@ -75,7 +75,7 @@ class _Deduplicator:
             if len(self._known) > MAX_KNOWN:
                 self.floor = sorted(entry.at for entry in self._known)[-MAX_KNOWN // 2]
             self._known = Counter({entry: n for entry, n in self._known.items() if entry.at >= self.floor})
-            is_quiet = time.monotonic() - self._spoke_at > LATE_S  # then no late entry will arrive
+            is_quiet = time.monotonic() - self._spoke_at > LATE_S  # after this time no late entry arrives
             since = newest + timedelta(microseconds=1) if is_quiet else newest - timedelta(seconds=LATE_S)
             self.since = max(since, self.floor)
         return new
@@ -100,7 +100,7 @@ class SharedLog:
         self._boxes: dict[str, list[LogEntry]] = {}
         self._unclaimed: deque[LogEntry] = deque(maxlen=MAX_KNOWN)
         """The entries of containers that have not joined yet."""
-        self._lock = threading.Lock()  # of the boxes
+        self._lock = threading.Lock()  # the entries of the containers
         self._asking = threading.Lock()
         self._asked_at = self._answered_at = -ANSWER_S
         self._distrusted_until = 0.0

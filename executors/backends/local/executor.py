@@ -236,8 +236,9 @@ class LocalProcessExecutor(Backend):
     def _take_back(self, launch: LocalLaunch) -> None:
         """End the attempts of a launch that gave no answer, and make sure that no more are begun.
 
-        The supervisor of the launch may still run. So attempts that it has not begun are begun here, in the name of a
-        process that never existed, and then ended. Attempts of other launches are not changed.
+        The supervisor of the launch may still run. So this method itself claims the attempts that the supervisor has
+        not begun, with a handle of a process that never existed, and then ends them. Attempts of other launches are not
+        changed.
         """
         for rank in launch.spec.ranks:
             attempt = launch.attempt(rank)
@@ -325,7 +326,7 @@ class LocalProcessExecutor(Backend):
         attempt.request_cancel()
         folder = folder_of_run(attempt.run_id, attempt.store.url)
         is_woken = folder is not None and wake(folder, attempt.rank, newest.metadata["attempt"])
-        # A supervisor that cannot be woken reads its markers now and then. This does not wait for it.
+        # A supervisor that cannot be woken finds the marker at its next look. This call does not wait for that.
         grace_s = _Watch.of(attempt, newest).term_grace_s + 10.0 if is_woken else 0.0
         wait_until_terminal(self.poll, [handle], timeout_s=grace_s)
 

@@ -2,7 +2,7 @@
 
 Each is forked from the process before it. Work that is the same for all ranks is done before the fork, because a child
 shares data that it only reads. A fork would lose the other threads of a process. So if the first process has other
-threads, each process is a new Python instead (`LocalLaunch.preload`).
+threads, each is a newly started Python process instead (`LocalLaunch.preload`).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
 
 
 def supervise() -> NoReturn:
-    """Run the supervisor of a launch in this process, which is a new Python.
+    """Run the supervisor of a launch in this newly started Python process.
 
     Example:
         python -c "from executors.backends.local.rank import supervise; supervise()"
@@ -126,7 +126,7 @@ def supervise() -> NoReturn:
 
 
 def become_replica() -> NoReturn:
-    """Run a replica in this process, which is a new Python that the supervisor has started.
+    """Run a replica in this newly started Python process.
 
     Example:
         python -c "from executors.backends.local.rank import be_replica; be_replica()"
@@ -362,7 +362,7 @@ class LocalStarter:
         output: int,
         locks: Iterable[int],
     ) -> int:
-        """Start a process of an attempt as a new Python, and return its pid."""
+        """Start a process of an attempt as a new Python interpreter, and return its pid."""
         message = {
             "member": None if place is None else place.to_json(),
             "launch": self._launch.to_json(),

@@ -105,7 +105,7 @@ class LocalLaunch:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> LocalLaunch:
-        """Return the launch that `to_json` made plain JSON of.
+        """Return the launch from the plain JSON that `to_json` made.
 
         Args:
             record: the plain JSON.

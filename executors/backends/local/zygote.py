@@ -4,7 +4,7 @@ The launcher itself cannot be forked safely. If it ever ran a torch operation in
 operation in the child would hang for ever. So each launcher has one child, the zygote. It imports the preload list and
 runs no code of the user. It forks a supervisor for each launch, and a short-lived child for each check of an
 entrypoint. If an imported module keeps a thread, a fork would lose the thread, and the child would hang. Then each
-child is a new Python instead.
+child is a new Python process instead.
 
 The zygote keeps one socket of the launcher and no other descriptor. It watches its launcher by a pidfd, and ends with
 it. The end of the socket would not be enough, because a process that the launcher forked may keep it open.
@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from executors.backends.local.preload import import_named, measure_imports
 from executors.backends.local.rank import become_supervisor
 from executors.backends.local.request import LocalLaunch, adopt, receive_json, send_json
-from executors.errors import EntrypointArgumentsError, EntrypointError
+from executors.errors import EntrypointArgumentsError, EntrypointError, MissingDependencyError
 from executors.module_search import reserve_names
 from executors.process import die_with_parent, fork, open_process, private_file, threads_lost_by_a_fork, wakeup_pipe
 from executors.replica import leave_process_group
@@ -169,7 +169,7 @@ class _Starter:
         Args:
             be: is called in a forked child with the descriptor for its answer.
             close: more descriptors that a forked child must close.
-            code: the code that a new Python runs instead.
+            code: the code that a new Python process runs instead.
             message: the input of this code.
 
         Returns:
@@ -206,7 +206,7 @@ class _Starter:
 
 
 def be_check() -> NoReturn:
-    """Check an entrypoint in this process, which is a new Python, and end the process.
+    """Check an entrypoint in this newly started Python process, and end the process.
 
     Example:
         python -c "from executors.backends.local.zygote import be_check; be_check()"
@@ -234,6 +234,9 @@ def _be_check(request: dict[str, Any], reply: int) -> NoReturn:
         answer = {"kind": "arguments", "error": str(error)}
     except EntrypointError as error:
         answer = {"kind": "import", "error": str(error)}
+    except MissingDependencyError as error:
+        # The message has the command that helps. A traceback of our own import would hide it.
+        answer = {"kind": "import", "error": f"{name} cannot be loaded. {error}"}
     except SystemExit as left:
         sys.stderr.flush()
         printed_error = last_error(os.pread(printed, MAX_PRINTED, 0).decode(errors="replace"))
@@ -241,7 +244,7 @@ def _be_check(request: dict[str, Any], reply: int) -> NoReturn:
         answer = {
             "kind": "import",
             "error": f"{name}: importing it ended the process with exit code {left.code!r}, and printed: "
-            f"{printed_error} If it parses options, give them behind --, which runs it as a script: {where}",
+            f"{printed_error} If it parses options, give them after --, which runs it as a script: {where}",
         }
     except BaseException as error:
         import traceback

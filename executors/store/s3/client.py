@@ -16,7 +16,7 @@ from executors.store.s3.errors import explain, failures, is_request_failure, sta
 
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 60
-ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")  # an object there must be restored before it can be read
+ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")  # the archives, from which an object must be restored before it can be read
 Problem = tuple[str, str, str]
 """The name of a setting, the problem with it, and an advice."""
 
@@ -40,7 +40,9 @@ def connect(
     """
     try:
         from botocore.config import Config
-        from botocore.session import Session  # and not boto3, whose import takes longer than a request
+
+        # botocore and not boto3, because the import of boto3 takes longer than a request
+        from botocore.session import Session
     except ImportError as error:
         raise MissingDependencyError(
             f"Store {address.url!r} needs boto3. Install it with: {install_command('s3')}"
@@ -48,7 +50,8 @@ def connect(
 
     def client(addressing_style: str) -> Any:
         config = Config(
-            retries={"mode": "standard", "total_max_attempts": 1},  # our `retried` repeats requests, and counts them
+            # boto3 must not repeat requests, because our `retried` repeats and counts them
+            retries={"mode": "standard", "total_max_attempts": 1},
             max_pool_connections=n_connections,
             connect_timeout=CONNECT_TIMEOUT_S,
             read_timeout=read_timeout_s,
@@ -178,11 +181,13 @@ def risky_settings(client: Any, address: S3Address) -> Iterator[Problem]:
             scope = {**scope, **scope.get("And", {})}
             covered = str(rule.get("Prefix") or scope.get("Prefix") or "")
             is_here = address.prefix.startswith(covered) or covered.startswith(address.prefix)
-            if not is_here or rule.get("Status") != "Enabled" or {"Tag", "Tags"} & scope.keys():  # no object has tags
+            # a rule for tagged objects never applies, because no object has tags
+            if not is_here or rule.get("Status") != "Enabled" or {"Tag", "Tags"} & scope.keys():
                 continue
             name = rule.get("ID") or "without a name"
             advice = "Exempt the prefix. A run can be resumed only as long as its seals can be read."
-            if {"Days", "Date"} & rule.get("Expiration", {}).keys():  # without these it only removes delete markers
+            # without one of these, a rule only removes delete markers
+            if {"Days", "Date"} & rule.get("Expiration", {}).keys():
                 yield "lifecycle", f"rule {name!r} lets objects here expire", advice
             if any(each.get("StorageClass") in ARCHIVES for each in rule.get("Transitions", ())):
                 yield "lifecycle", f"rule {name!r} moves objects here to an archive", advice

@@ -55,7 +55,7 @@ ADVICE = {
     "EndpointConnectionError": "Check endpoint_url (its host and port) and that the server runs.",
     "InvalidRegionError": "Correct ?region=, or AWS_DEFAULT_REGION.",
 }
-FULL = ("QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull")  # of Ceph and of MinIO
+FULL = ("QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull")  # the codes of Ceph and of MinIO
 FULL_STATUS = 507
 FULL_ADVICE = "The bucket is full. Delete old runs (`replicas rm`), or ask for a larger quota."
 CREDENTIALS = "Check the credential_process, the login or the role that provides them, and this machine's clock."
@@ -75,7 +75,7 @@ def code_of(error: BaseException) -> str:
     """Return the S3 code of an error that the server sent, such as "NoSuchKey". For a HEAD it is the HTTP status.
 
     Args:
-        error: any error. One that the server did not send has the code "".
+        error: any error. The code is "" if the server did not send the error.
 
     Example:
         code_of(error) == "NoSuchBucket"
@@ -87,7 +87,7 @@ def status_of(error: BaseException) -> int:
     """Return the HTTP status of an error that the server sent.
 
     Args:
-        error: any error. One that the server did not send has the status 0.
+        error: any error. The status is 0 if the server did not send the error.
 
     Example:
         status_of(error) == 404
@@ -157,7 +157,7 @@ def will_pass(error: BaseException) -> bool:
         return "CERTIFICATE" not in str(error).upper()
     passing = (
         TornReplyError,
-        ResponseParserError,  # boto3 raises it for a listing that was cut off
+        ResponseParserError,  # boto3 raises this error for a listing that was cut off
         raised.IncompleteReadError,
         raised.HTTPClientError,
         raised.ConnectionError,
@@ -226,7 +226,7 @@ def explain(
         return KeyNotFoundError(f"No object {key!r} in {url}.", key=key, url=url)
     cause = str(error)
     if status:
-        message = _response(error).get("Error", {}).get("Message")  # Ceph sends none
+        message = _response(error).get("Error", {}).get("Message")  # Ceph sends no message
         cause = f"{code}{': ' if message else ''}{(message or '').rstrip('.')} (HTTP {status})"
     for secret in secrets:
         cause = cause.replace(secret, "***")

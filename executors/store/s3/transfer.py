@@ -87,7 +87,7 @@ class RangeReader:
     parallel: int
     """The number of ranges that are read at the same time, besides the first."""
     retried: Callable[[Callable[[], Any]], Any]
-    """Calls a function again while its request fails."""
+    """A function that calls another function again while its request fails."""
 
     def size_of(self, name: Mapping[str, str]) -> int:
         """Return the size of an object.

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_POINTS = 1500  # of one line
-MAX_VALUES = 220_000  # the total of all curves of a page
+MAX_POINTS = 1500  # the largest number of points of one line
+MAX_VALUES = 220_000  # the largest number of points of all curves of a page together
 N_MIDDLE = 150  # points of the line that shows the median of the other lines
 Array = NDArray[np.float64]
 Point = tuple[float, float]

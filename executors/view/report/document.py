@@ -27,17 +27,18 @@ from executors.view.report.run_summary import is_late, summary_sentences
 from executors.view.report.text import name_moment, one_line
 from executors.view.report.timeline import timeline_document
 
-SHARE = 0.75  # of a page's values: the part that all reported curves may use
-MIN_POINTS = 50  # of a line. If many names leave fewer points for each line, the last names are left out
+SHARE = 0.75  # the share of a page's values that all reported curves may use
+# the fewest points of a line. If many names leave fewer points for each line, the last names are left out
+MIN_POINTS = 50
 MAX_NAMES = 24
 MAX_NAME = 40  # characters
 MAX_SETTINGS, MAX_ARGUMENTS, MAX_VALUE = 60, 200, 2000
 MAX_PROBLEMS, MAX_NOTABLE, MAX_EVENTS, MAX_WARNINGS = 20, 8, 500, 50
-MAX_WARNING = 300  # characters of a warning in the table of events; the table of warnings has the whole text
+MAX_WARNING = 300  # the most characters of a warning in the table of events; the table of warnings has the whole text
 ANCHOR = "first loss after each round"
-AFTER = 0.1  # of the time to the next round. A loss that is reported within it is almost the anchor's loss
+AFTER = 0.1  # a share of the time to the next round. A loss that is reported within it is almost the anchor's loss
 SHOWN_ELSEWHERE = ("n", "gpu")
-"""Settings that the page shows beside the entrypoint."""
+"""The settings that the page shows together with the entrypoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class Subject:
     events: Sequence[Event] = ()
     """The events, in the order of time."""
     pages: Sequence[str | None] = ()
-    """By rank, the page of its job at its service."""
+    """The address of the page of each rank's job at its service, by rank."""
     problems: Sequence[str] = ()
     """A sentence for each part that could not be read."""
 

@@ -17,7 +17,7 @@ class CurveLine(TypedDict):
     attempt: int
     """The number of the attempt, from 0."""
     y: Sequence[float | None]
-    """A value for each `x` of the chart. Null: the line has none there."""
+    """A value for each `x` of the chart. Null: the line has no value there."""
 
 
 class Chart(TypedDict):
@@ -54,7 +54,7 @@ class ReportCurves(TypedDict):
     left_out: Sequence[str]
     """Names of numbers that have no chart, because there are too many."""
     n_left_out: int
-    """The number of such names."""
+    """The number of names without a chart."""
 
 
 class CostNumbers(TypedDict):
@@ -67,15 +67,15 @@ class CostNumbers(TypedDict):
     hidden: float | None
     """The share of the time in which rounds ran while training continued, from 0 to 1."""
     hidden_s: float
-    """The same in seconds, over all replicas."""
+    """The time in which rounds ran while training continued, in seconds over all replicas."""
     in_rounds: float | None
     """The share of the time in which training waited for the replica's own part of rounds, from 0 to 1."""
     in_rounds_s: float
-    """The same in seconds, over all replicas."""
+    """The time in which training waited for the replica's own part of rounds, in seconds over all replicas."""
     waiting: float | None
     """The share of the time in which training waited for other replicas, from 0 to 1."""
     waiting_s: float
-    """The same in seconds, over all replicas."""
+    """The time in which training waited for other replicas, in seconds over all replicas."""
     alive_s: float
     """The time of all attempts, in seconds."""
     bytes_up: float | None
@@ -89,7 +89,7 @@ class CostNumbers(TypedDict):
     wire_error: float | None
     """The median share of a contribution that is rounding error of the wire."""
     times_less: float | None
-    """How many times fewer bytes were moved than with data parallel training."""
+    """The bytes of data parallel training, divided by the bytes that were moved."""
     restarts: int
     """The number of restarts."""
     restarts_by_rank: Mapping[int, int]
@@ -110,39 +110,39 @@ class ReportReplica(TypedDict):
     reason: Reason | None
     """The reason of its end. Null: success, or no end yet."""
     step: float | None
-    """The step that it reported last. Null: none."""
+    """The step that the replica reported last. Null: none."""
     loss: float | None
-    """The loss that it reported last. Null: none, or it is not finite."""
+    """The loss that the replica reported last. Null: none, or it is not finite."""
     alive_s: float
-    """The time of its attempts, in seconds."""
+    """The time of all attempts of the replica, in seconds."""
     training_s: float
-    """The time in which it trained, in seconds."""
+    """The time in which the replica trained, in seconds."""
     waiting_s: float
-    """The time in which it waited for others, in seconds."""
+    """The time in which the replica waited for other replicas, in seconds."""
     in_rounds_s: float
-    """The time in which it waited for its own part of rounds, in seconds."""
+    """The time in which the replica waited for its own part of rounds, in seconds."""
     hidden_s: float
-    """The time in which rounds ran while it trained, in seconds."""
+    """The time in which rounds ran while the replica trained, in seconds."""
     rounds: Mapping[str, int]
-    """The number of rounds in which its work was `counted`, `carried` or `dropped`."""
+    """The number of rounds in which the replica's work was `counted`, `carried` or `dropped`."""
     lost: float | None
     """The work that was lost with an attempt, in inner steps. Null: not known."""
     bytes_up: int | None
-    """The bytes that it sent. Null: not known."""
+    """The bytes that the replica sent. Null: not known."""
     bytes_down: int | None
-    """The bytes that it read. Null: not known."""
+    """The bytes that the replica read. Null: not known."""
     last: int
-    """The number of rounds in which it came last."""
+    """The number of rounds in which the rank came last."""
     missing: int
-    """The number of rounds that lack its work."""
+    """The number of rounds that lack the work of this rank."""
     drifting: int
-    """The number of rounds in which its pseudo-gradient was far from the others."""
+    """The number of rounds in which the rank's pseudo-gradient was far from the others."""
     cost_s: float
-    """The time that the other replicas waited for it, in seconds."""
+    """The time that the other replicas waited for this rank, in seconds."""
     page: str | None
     """The address of its job at its service. Null: there is none."""
     held_up: bool
-    """True: it held up the others noticeably."""
+    """True: the other replicas waited noticeably long for this replica."""
 
 
 class Lane(TypedDict):
@@ -151,11 +151,11 @@ class Lane(TypedDict):
     rank: int
     """The rank."""
     spans: Sequence[Any]
-    """Its activities: kind, begin and end in seconds since the launch, and the rounds."""
+    """The activities of the rank: kind, begin and end in seconds since the launch, and the rounds."""
     beside: Sequence[Any]
-    """The parts of rounds that ran while training continued, in the same form."""
+    """The parts of rounds that ran while training continued, in the form of the activities."""
     marks: Sequence[Any]
-    """Its events: kind, seconds since the launch, and a text."""
+    """The events of the rank: kind, seconds since the launch, and a text."""
     n_marks: int
     """The number of events, also of those that are left out."""
 
@@ -166,7 +166,7 @@ class Timeline(TypedDict):
     end_s: float
     """The end of the time line, in seconds since the launch."""
     merged: int
-    """The number of rounds that one span stands for."""
+    """The number of rounds that one span represents."""
     used_kinds: Sequence[str]
     """The kinds of spans."""
     used_marks: Sequence[str]
@@ -183,9 +183,9 @@ class ReportRound(TypedDict):
     round: int
     """The number of the round, from 1."""
     ended_s: float
-    """Its end, in seconds since the launch."""
+    """The end of the round, in seconds since the launch."""
     fragment: int
-    """The number of its fragment, from 0."""
+    """The number of the round's fragment, from 0."""
     counted: Sequence[int]
     """The ranks whose work is in the mean."""
     missing: Sequence[int]
@@ -214,13 +214,13 @@ class RankCost(TypedDict):
     """The rounds of one rank."""
 
     last: int
-    """The number of rounds in which it came last."""
+    """The number of rounds in which the rank came last."""
     missing: int
-    """The number of rounds that lack its work."""
+    """The number of rounds that lack the work of this rank."""
     drifting: int
-    """The number of rounds in which its pseudo-gradient was far from the others."""
+    """The number of rounds in which the rank's pseudo-gradient was far from the others."""
     cost_s: float
-    """The time that the other replicas waited for it, in seconds."""
+    """The time that the other replicas waited for this rank, in seconds."""
 
 
 class SameData(TypedDict):
@@ -229,7 +229,7 @@ class SameData(TypedDict):
     ranks: Sequence[int]
     """The ranks."""
     rounds: int
-    """The number of rounds in which they did."""
+    """The number of rounds in which these ranks sent the same work."""
 
 
 class ReportRounds(TypedDict):
@@ -260,14 +260,14 @@ class ReportRounds(TypedDict):
 
 
 class ReportWarning(TypedDict):
-    """One text that replicas warned of."""
+    """A warning of replicas, with its ranks."""
 
     text: str
     """The warning."""
     at: float
     """The time of the first one, in Unix time."""
     ranks: Sequence[int]
-    """The ranks that it came from."""
+    """The ranks that gave the warning."""
     count: int
     """How often it came."""
 
@@ -325,7 +325,7 @@ class Sentence(TypedDict):
 
 
 class ReportDocument(TypedDict):
-    """All that the page of a run shows, cut to a readable size."""
+    """The content of the page of a run, cut to a readable size."""
 
     run_id: str
     """The name of the run."""

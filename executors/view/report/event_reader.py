@@ -37,8 +37,8 @@ OF_DECISIONS = {"cancel": "cancelled", "give_up": "gave_up", "stop": "stopped"}
 # Names of lines in segments that the training code did not report itself.
 NO_PROGRESS = ("rss", "left_with", "left_out")
 SEGMENT_BYTES = 4 << 20
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # between two reads that search the first report of an attempt
-SUSPICION_S = 10.0  # stack dumps that are less than this apart belong to one suspected hang
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # seconds between two reads that search the first report of an attempt
+SUSPICION_S = 10.0  # stack dumps with less than this time between them belong to one suspected hang
 MORE = "more warnings of this attempt are in its log only."
 HEAD_BYTES = 2000  # the start of a dump, which contains its diagnosis in the first line
 MAX_DUMP_BYTES = 4 << 20
@@ -67,7 +67,7 @@ class EventDocument(TypedDict):
     duration_s: float | None
     """Seconds: the life of an attempt, the time to its first progress, the wait before a restart, or the run's time."""
     count: int
-    """How often it had happened when it was read. Only warnings come several times."""
+    """The number of times that the event had happened when it was read. Only warnings come several times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class Event:
     duration_s: float | None = None
     """Seconds: the life of an attempt, the time to its first progress, the wait before a restart, or the run's time."""
     count: int = 1
-    """How often it had happened when it was read. Only warnings come several times."""
+    """The number of times that the event had happened when it was read. Only warnings come several times."""
 
     @property
     def is_usual(self) -> bool:
@@ -152,7 +152,7 @@ class EventReader:
         self._seen = set[tuple[Any, ...]]()
         self._claimed = dict[tuple[int, int], float]()
         self._ask = defaultdict[tuple[int, int], tuple[float, float]](lambda: (0.0, FIRST_PAUSE_S))
-        """When to look for a first report again, and the pause after that look, by rank and attempt."""
+        """The time of the next search for a first report, and the pause after that search, by rank and attempt."""
         self._has_yielded_launch = False
         self._read_warnings = dict[tuple[int, int], tuple[float, int]]()
         """The version of `warnings.json` that was read last, by rank and attempt."""
@@ -219,7 +219,7 @@ class EventReader:
     def _first_progress(self, inventory: Inventory) -> Iterator[Event]:
         """Yield the event of the first report of each attempt.
 
-        The first segment has it, some seconds after the report.
+        The first segment has this report, some seconds after it was made.
         """
         waiting = [key for key in self._claimed if ("progress", *key) not in self._seen]
         over, now = {key for key in waiting if inventory.has(*key, "outcome")}, self._clock()
@@ -274,7 +274,8 @@ class EventReader:
             return [event_of_warning(each) for each in read_warnings(Attempt(self._store, self._run_id, *key))]
 
         for event in self._read(read, fresh):
-            text = MORE if event.why.endswith(MORE) else event.why  # the text begins with a number that grows
+            # the same text may come again, with a larger number at its beginning
+            text = MORE if event.why.endswith(MORE) else event.why
             identity = ("warning", event.rank, event.attempt, text)
             if identity not in self._seen:
                 self._seen.add(identity)

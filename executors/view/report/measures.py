@@ -19,7 +19,7 @@ SHOWN = ("step", "loss")
 
 @dataclass(frozen=True)
 class Measures:
-    """Sums and latest values of what the replicas of a run measured."""
+    """Sums and latest values of the measurements of a run's replicas."""
 
     metrics: Metrics
 
@@ -35,7 +35,7 @@ class Measures:
     def counted(self) -> Counter[int]:
         """The number of rounds that include each rank's work.
 
-        Rounds without a row of the rank count, too: it was killed before it wrote the row.
+        Rounds for which the rank has no row count as well: the rank was killed before it wrote the row.
         """
         ranks = {(row.name, row.entry): row.ranks for row in self.metrics.rounds}
         return Counter(rank for counted in ranks.values() for rank in counted)
@@ -60,9 +60,9 @@ class Measures:
 
     @cached_property
     def not_finite(self) -> dict[int, float | None]:
-        """The ranks whose last loss is infinite or NaN, with the step where this began.
+        """The ranks whose last loss is infinite or NaN, with the step from which the loss is not finite.
 
-        None if the rank reported no step.
+        The step is None if the rank reported no step.
         """
         found: dict[int, float | None] = {}
         for row in self.metrics.numbers:
@@ -154,8 +154,8 @@ def _waiting_s(rounds: Sequence[Round]) -> float:
 def _training_s(rounds: Sequence[Round]) -> float:
     """Return the seconds of training of one replica.
 
-    With several DiLoCos, the training time that one measures includes the rounds of the others, and these are
-    subtracted.
+    With several DiLoCos, the training time that one DiLoCo measures includes the rounds of the others. The time of
+    these rounds is subtracted.
     """
     names = {row.name for row in rounds}
     return max([0.0, *(sum(row.train_s if row.name == name else -row.round_s for row in rounds) for name in names)])

@@ -16,7 +16,7 @@ from executors.protocol import Outcome, ReplicaStatus
 from executors.settings.policy import NEVER_RESTARTED
 from executors.status import name_ranks
 
-MAX_CHARACTERS = 300  # of a headline
+MAX_CHARACTERS = 300  # the longest headline, in characters
 MAX_FRAME_LINES = 12
 FRAME = re.compile(r'^((?: +\| )?)  File "([^"\n]+)", line \d+.*\n(?:\1    .*\n?)*', re.MULTILINE)
 OTHERS_OF_GROUP = re.compile(r"^ +\+-+ 2 -+$.*?^ +\+-+$", re.MULTILINE | re.DOTALL)
@@ -46,7 +46,7 @@ def last_frames(outcome: Outcome) -> list[str]:
     """Return the traceback lines of the innermost frame in the user's code. If no frame is the user's, return all
     frames.
 
-    A group of exceptions is represented by its first exception, which the headline names, too.
+    A group of exceptions is represented by its first exception, which the headline also names.
     """
     text = OTHERS_OF_GROUP.sub("", outcome.error or "") if outcome.error_line is not None else ""
     frames = list(FRAME.finditer(text))

@@ -22,14 +22,16 @@ MIN_RANKS = 3  # with fewer ranks, the rank that is compared would decide the me
 SAME_WEIGHT = 0.8
 WIDE = 4.0  # standard deviations of the other ranks' norms: a small model near its optimum has noisy ones
 MAD_TO_SIGMA = 1.4826  # turns the median absolute deviation of a normal distribution into its standard deviation
-MIN_ROUNDS = 10  # in which the norm of a rank was compared with others; fewer prove nothing
+MIN_ROUNDS = 10  # the fewest rounds in which the norm of a rank was compared with others; fewer prove nothing
 MIN_DRIFTING = 5  # rounds in which the norm differs; a tenth of the compared rounds must differ as well
-ONE_SIDE = 0.8  # of these rounds: a drifting norm is always too large or always too small, and noise changes sides
+# the share of these rounds on one side: a drifting norm is always too large or always too small, and noise changes
+# sides
+ONE_SIDE = 0.8
 UNNOTICED = {"last": 0, "missing": 0, "drifting": 0, "cost_s": 0.0}
 MAX_NAME = 40  # characters
-MAX_SAME = 3  # groups of ranks
-MAX_ROUNDS = 200  # rows of the table
-SHARE = 0.25  # of a page's values: the part that all curves of rounds may use
+MAX_SAME = 3  # the most groups of ranks
+MAX_ROUNDS = 200  # the most rows of the table
+SHARE = 0.25  # the share of a page's values that all curves of rounds may use
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,11 @@ class RunRound:
     """The name of the DiLoCo, because a run may have several."""
     entry: int
     rows: Mapping[int, Round]
-    """By rank: what each measured that has adopted it."""
+    """The measurements of each rank that has adopted the round, by rank."""
     ended_s: float
     counted: tuple[int, ...]
     missing: Sequence[int]
-    """Ranks that lived meanwhile and whose work the mean lacks."""
+    """The ranks that were alive during the round and whose work is not in the mean."""
 
     @property
     def waits(self) -> dict[int, float]:
@@ -53,11 +55,11 @@ class RunRound:
 
     @property
     def last(self) -> int | None:
-        """The counted rank that arrived last, which is the rank with the shortest wait.
+        """The rank that arrived last, among the ranks whose work counts. It is the rank with the shortest wait.
 
         None if fewer than two ranks have a row.
         """
-        # Includes waits in the background, while training continued.
+        # The sum includes waits in the background, while training continued.
         waits = {rank: self.rows[rank].wait_s for rank in self.waits}
         return min(waits, key=lambda rank: (waits[rank], rank)) if len(waits) > 1 else None
 

@@ -10,9 +10,9 @@ from executors.settings.durations import name_duration
 from executors.status import name_ranks
 from executors.view.report.text import name_moment, name_number, name_share, one_line
 
-MAX_LATE = 3  # ranks that are named
-NOTABLE = 0.02  # of the replicas' time; a smaller loss of time is not mentioned
-TOO_LATE = 0.2  # of the time lost to rounds: the settings do not fit this network
+MAX_LATE = 3  # the most ranks that are named
+NOTABLE = 0.02  # a share of the replicas' time; a smaller loss of time is not mentioned
+TOO_LATE = 0.2  # the share of time lost to rounds from which the settings do not fit this network
 UNEVEN = 1.9  # a rank that costs this many times the average is named
 MAX_FAILURES = 3
 MAX_WARNING = 240  # characters
@@ -57,7 +57,8 @@ def _loss(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if len(found) < 2:
         return
     firsts = [line["y"] for line in curve["lines"] if line["attempt"] == 0] or [ys]
-    first = median(next(y for y in line if y is not None) for line in firsts)  # before the first average
+    # the replica reported no round, because it ended before the first average
+    first = median(next(y for y in line if y is not None) for line in firsts)
     x0, (x1, last) = curve["x"][0], found[-1]
     over = f"steps {x0:,.0f} to {x1:,.0f}" if curves["over"] == "step" else name_duration(x1 - x0)
     words = f"Loss {name_number(first)} → {name_number(last)} over {over}{f' ({whose})' if whose else ''}."
@@ -65,7 +66,7 @@ def _loss(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def is_late(document: Mapping[str, Any], rank: int) -> bool:
-    """Return True if the others lost so much time by waiting for a rank that the page should mention it."""
+    """Return True if the others waited so long for a rank that the page should mention this."""
     costs = {each: row["cost_s"] for each, row in document["rounds"]["by_rank"].items()}
     mean_s = sum(costs.values()) / max(1, len(document["replicas"]))
     return bool(costs.get(rank, 0.0) >= max(NOTABLE * document["numbers"]["alive_s"], UNEVEN * mean_s) > 0)
@@ -78,7 +79,7 @@ def _late(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for same in document["rounds"]["same"]:
         words = f"{name_ranks(same['ranks']).capitalize()} sent identical work in {same['rounds']} of {n} rounds"
         yield "bad", f"{words}: they train on the same data."
-    if document["numbers"]["waiting"] is not None:  # from the replicas' records, which are untrusted
+    if document["numbers"]["waiting"] is not None:  # the names come from the replicas' records, which are untrusted
         yield from _held_up(document)
     if drifting := document["rounds"]["drifting"]:
         yield "bad", f"The pseudo-gradients of {name_ranks(drifting)} drift: their norms are far from the median."

@@ -24,7 +24,7 @@ from executors.view.report.text import name_moment, one_line
 NEEDED_BY = "Event files for TensorBoard are written with the package 'tensorboard'."
 NOTE = ".replicas-export"
 ANCHOR = "anchor"
-MAX_WAITING = 1000  # events in the queue of the writing thread
+MAX_WAITING = 1000  # the most events in the queue of the writing thread
 
 
 @contextlib.contextmanager

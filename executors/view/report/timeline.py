@@ -46,7 +46,7 @@ SHAPES = {
     "late": "M0-4 4 0 0 4-4 0z",
 }
 MAX_SPANS = 5000
-MAX_MARKS = 100  # in one lane
+MAX_MARKS = 100  # the most spans in one lane
 WIDTH = 10_000  # units of a lane; the page stretches them to its width
 LANE, NARROW_LANE, MANY, AXIS = 1.6, 0.7, 20, 1.7  # heights in em; from `MANY` lanes on they are narrow
 STEPS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400)
@@ -127,7 +127,7 @@ def _spans(
             "reducing": sum(row.late_share * (row.reduce_s + row.step_s) for row in group),
         }
         other_s["moving"] = max(0.0, sum(row.round_s for row in group) - sum(other_s.values()))
-        # So that the measured parts fit in the gap: clocks of hosts differ a little.
+        # The measured parts must fit in the gap, although clocks of hosts differ a little.
         scale = min(1.0, gap_s / (sum(other_s.values()) or 1.0))
         training_s = gap_s - scale * sum(other_s.values())
         names = _name(group)

@@ -22,7 +22,7 @@ LATE_S = 35.0
 
 
 class RankUptime(TypedDict):
-    """How often and how long one rank was down."""
+    """The number of times that one rank was down, and the seconds."""
 
     attempts: int
     """The number of its attempts."""
@@ -31,7 +31,7 @@ class RankUptime(TypedDict):
 
 
 class UptimeDocument(TypedDict):
-    """How often and how long the replicas of a run were down."""
+    """The number of times that the replicas of a run were down, and the seconds."""
 
     availability: float | None
     """The share of their time in which replicas were up, from 0 to 1. None: no time has passed."""
@@ -47,7 +47,7 @@ class AttemptTimes(NamedTuple):
     claimed_at: float | None
     """None: not known."""
     status: ReplicaStatus | None = None
-    """The status at its end. None while it continues."""
+    """The status at the end of the attempt. None while the attempt continues."""
     reason: Reason | None = None
     ended_at: float = 0.0
 
@@ -59,12 +59,12 @@ class AttemptTimes(NamedTuple):
 
 
 def uptime_document(now: RunStatus, launched_at: float, newest: Callable[[int], Attempt]) -> UptimeDocument:
-    """Return as JSON how often and how long the replicas of a run were down.
+    """Return as JSON how often, and for how long, the replicas of a run were down.
 
     `availability` is 1 - down time / time, summed over all ranks. A rank is down from the end of a failed attempt to
-    the claim of the next one. Its time begins at the launch. Its time ends with its success or cancellation, or with
-    the end of the run, or now. `flakiness` is the share of attempts that failed. Only ranks that were restarted cost
-    requests, all at the same time.
+    the claim of the next one. The time of a rank begins at the launch. It ends with the rank's success or cancellation,
+    with the end of the run, or now. `flakiness` is the share of attempts that failed. Only ranks that were restarted
+    cost requests, all at the same time.
 
     Args:
         now: the state of the run.
@@ -127,7 +127,7 @@ def wants_attention(now: RunStatus, inventory: Inventory, newest: Callable[[int]
 
     Args:
         now: the state of the run.
-        inventory: the list of its records.
+        inventory: the list of the run's records.
         newest: returns a rank's newest attempt.
 
     Example:
@@ -162,7 +162,7 @@ def _goes_on(attempt: Attempt, since: float) -> bool:
     """
     prefix = f"{attempt.run_id}/metrics/{attempt.rank:04d}/{attempt.number}/"
     new = [entry for entry in attempt.store.list(prefix) if entry.modified_at >= since]
-    zero_at = math.inf  # the latest time at which the seconds of the lines can have begun
+    zero_at = math.inf  # the latest possible time of second 0 of the lines
     for entry in reversed(new):
         lines = list(lines_in(get_at_most(attempt.store, entry.key, SEGMENT_BYTES)))
         zero_at = min([zero_at, *(entry.modified_at - t for t, _ in lines)])

@@ -106,7 +106,7 @@ def test_a_small_round_has_one_phase() -> None:
         ("top8", None, 388 / 4096 + 0.53125 / 8),
     ],
 )
-def test_a_wire_decides_what_is_sent(wire: str, mean_wire: str | None, up: float) -> None:
+def test_a_wire_decides_the_bytes_that_are_sent(wire: str, mean_wire: str | None, up: float) -> None:
     job = replace(EXAMPLE, params=8 << 20)
     assert round_cost(job, Choice(inner_steps=50, wire=wire, mean_wire=mean_wire)).up == pytest.approx((8 << 20) * up)
 
@@ -308,7 +308,7 @@ def test_the_numbers_are_those_of_the_wires_and_of_the_rendezvous() -> None:
     assert (planner.MAX_SHARDS, planner.SNAPSHOT_PART_BYTES) == (frames.MAX_SHARDS, snapshot.PART_BYTES)
 
 
-def test_a_processor_is_measured_by_what_a_round_asks_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_is_measured_by_the_work_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "TRIES", 1)
     found = processor.measure()
     assert list(found) == ["encode", "accumulate", "decode", "step"]

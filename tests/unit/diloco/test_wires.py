@@ -53,7 +53,7 @@ def reference(name: str, of: Floats) -> bytes:
 
 
 @pytest.mark.parametrize("name", MEAN_WIRES)
-def test_a_block_is_what_its_description_says(name: str) -> None:
+def test_a_block_has_the_bytes_of_its_description(name: str) -> None:
     for n in SIZES[:10]:
         assert encoded(WIRES[name], values(n)) == reference(name, values(n)), n
 
@@ -176,7 +176,7 @@ def test_a_value_that_decodes_to_infinity_is_refused_by_senders_and_readers(
         assert not wire.is_finite(memoryview(bad + block[len(bad) :]), 1)
 
 
-def test_zeros_and_what_is_as_good_as_zero() -> None:
+def test_zeros_and_tiny_values_become_zero() -> None:
     for wire in LOSSY:
         for of in (np.zeros(600, np.float32), np.full(600, -0.0, np.float32)):
             assert not decoded(wire, encoded(wire, of), 600).any()

@@ -93,7 +93,7 @@ MEANT = [
 
 
 @pytest.mark.parametrize(("name", "text", "value"), MEANT)
-def test_a_text_means_what_the_annotation_says_in_the_replica_and_travels_as_json(
+def test_the_replica_converts_a_text_by_its_annotation_and_the_task_has_it_as_json(
     name: str, text: str, value: Any, source: Path
 ) -> None:
     found = from_texts({name: text}, annotations_of(main), "main")

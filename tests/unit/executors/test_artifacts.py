@@ -81,7 +81,7 @@ def test_an_artifact_that_is_saved_again_while_it_is_read_in_parts_is_refused(
 
 
 @pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
-def test_a_file_is_written_neither_through_a_link_nor_over_what_is_not_a_file(
+def test_a_file_is_written_neither_through_a_link_nor_over_a_folder_or_device(
     store: FaultyStore, tmp_path: Path, save: Callable[[Artifact, Path], object]
 ) -> None:
     (tmp_path / "elsewhere").write_text("mine")

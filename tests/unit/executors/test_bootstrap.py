@@ -68,7 +68,7 @@ def shared(tmp_path: Path) -> Path:
     ],
     ids=["all is there", "a later version is there"],
 )
-def test_a_layer_installs_what_an_image_lacks_and_keeps_later_versions_of_this_project(
+def test_a_layer_installs_missing_packages_and_keeps_later_versions_of_this_project(
     cloud: Cloud, tmp_path: Path, requirements: list[str], said: str
 ) -> None:
     command = layer_command(requirements, requirements)
@@ -269,7 +269,7 @@ def test_a_container_without_a_folder_that_can_be_written_reports_that_in_one_li
     told = refusal(cloud, spec, ["sh", "-c", f'{before}; exec "$@"', "sh"])
     assert "its code cannot be unpacked: " in told
     assert says in told
-    assert "Set TMPDIR to a folder with room that can be written." in told
+    assert "Set TMPDIR to a folder with free space that you can write to." in told
 
 
 def test_an_endpoint_that_is_not_a_url_is_reported_in_one_line(cloud: Cloud, workspace: Path, s3: S3Server) -> None:
@@ -430,7 +430,7 @@ def test_an_installation_is_also_reported_in_a_bucket(cloud: Cloud, workspace: P
     assert Attempt(open_store(spec.store_url), "otter", 0, 0).has("boot.json")
 
 
-def test_without_boto3_the_launchers_is_installed_first(
+def test_without_boto3_the_version_of_the_launcher_is_installed_first(
     tmp_path: Path, cloud: Cloud, workspace: Path, s3: S3Server
 ) -> None:
     spec = ship(s3.url("runs"), workspace, "train_of_user:light", {"x": 1})

@@ -62,7 +62,9 @@ def test_a_git_that_takes_long_is_not_waited_for_and_leaves_no_process(
             os.kill(int(pid), 0)
 
 
-def test_a_run_on_this_machine_remembers_what_was_checked_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_this_machine_records_the_commit_that_was_checked_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = repository(tmp_path / "work", {"train.py": "def main(): pass"})
     monkeypatch.chdir(root)
     run = launch("inline", "train.py:main", 1)

@@ -130,7 +130,7 @@ class FullDisk(io.StringIO):
         return super().write(text)
 
 
-def test_what_cannot_be_printed_while_a_run_is_watched_is_left_out_and_that_is_reported_once(
+def test_lines_that_cannot_be_printed_while_a_run_is_watched_are_dropped_and_that_is_reported_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, output = FullDisk(), Output()
@@ -292,7 +292,7 @@ def test_a_failure_that_passes_is_reported_once(
     assert said.count(f"The wait for the {name} has ended after ") == 1
 
 
-def test_a_process_that_follows_a_run_reports_once_a_minute_what_it_waits_for(
+def test_a_process_that_follows_a_run_reports_its_wait_once_a_minute(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     clock = Clock()
@@ -328,7 +328,7 @@ def test_a_failure_that_lasts_longer_than_the_patience_is_raised(capsys: pytest.
         assert bool(capsys.readouterr().out.count(": no answer")) == waits
 
 
-def test_progress_is_the_span_of_what_the_ranks_reported() -> None:
+def test_progress_shows_the_range_of_the_steps_that_the_ranks_reported() -> None:
     ranks = (replica(0, step=120, loss=2.5, round=4), replica(1, step=130, loss=2.25, round=4), replica(2))
     assert state(*ranks).describe_progress() == "3 running: round 4, step 120-130, loss 2.2500-2.5000"
     assert state(replica(0, ReplicaStatus.PENDING)).describe_progress() == "1 pending"

@@ -160,10 +160,10 @@ def test_the_verbs_of_other_tools_name_ours(
         (("launch", "-o", "a=1"), "No such option: -o. An option of the backend is --option; -o is the folder of "),
         (("launh",), "No such command 'launh'. Did you mean 'launch'"),
         (("status", "x", "--jsn"), "Error: No such option: --jsn. Did you mean '--json'?\n"),
-        (("launch", "t.py", "--lr", "3"), "Arguments of t.py go behind --: replicas launch t.py --n 4 -- --lr …\n"),
+        (("launch", "t.py", "--lr", "3"), "Arguments of t.py go after --: replicas launch t.py --n 4 -- --lr …\n"),
         (
             ("launch", "t.py", "5"),
-            "Unexpected argument '5'. Arguments of t.py go behind --: replicas launch t.py --n 4 ",
+            "Unexpected argument '5'. Arguments of t.py go after --: replicas launch t.py --n 4 ",
         ),
         (
             ("launch", "t.py:f", "--max-lr", "3"),

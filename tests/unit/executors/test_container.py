@@ -53,7 +53,9 @@ def supervised(folder: Path, restarts: str | None = None) -> tuple[ContainerSupe
 
 @pytest.mark.parametrize(("late_s", "beats"), [(BEAT_LATE_S + 1, True), (BEAT_LATE_S - 5, False)])
 @pytest.mark.parametrize("late", ["beat", "beaten"], ids=["does not get its GIL", "waits for the store"])
-def test_a_supervisor_beats_for_a_rank_that_cannot(tmp_path: Path, late: str, late_s: float, beats: bool) -> None:
+def test_a_supervisor_writes_heartbeats_for_a_rank_that_cannot(
+    tmp_path: Path, late: str, late_s: float, beats: bool
+) -> None:
     supervisor, attempt, page = supervised(tmp_path)
     setattr(page, late, time.monotonic() - late_s)
     supervisor._check_store()
@@ -269,9 +271,7 @@ def test_a_supervisor_receives_a_notice_while_it_reads_a_long_log(
 
 @pytest.mark.parametrize("is_leaving", [False, True])
 @pytest.mark.parametrize("why", ["its time limit", "its cancel marker", "the log", "nobody who watches"])
-def test_a_process_that_has_ended_and_runs_what_was_registered_at_exit_is_left_to_it(
-    why: str, is_leaving: bool, tmp_path: Path
-) -> None:
+def test_a_process_that_runs_its_exit_functions_is_not_interrupted(why: str, is_leaving: bool, tmp_path: Path) -> None:
     supervisor, attempt, page = supervised(tmp_path)
     page.left_at = time.monotonic() if is_leaving else 0.0
     with subprocess.Popen(["sleep", "60"]) as process:

@@ -175,7 +175,9 @@ def test_without_a_policy_nothing_is_answered_until_the_log_has_one(scene: Scene
         (end(saved_marks=1), "3,how=launch"),
     ],
 )
-def test_a_fork_leaves_to_wider_hands_what_it_cannot_do(scene: Scene, found: Outcome, policy: str) -> None:
+def test_a_fork_leaves_a_start_that_it_cannot_make_to_a_controller_that_can(
+    scene: Scene, found: Outcome, policy: str
+) -> None:
     controller = scene.controller(starter := FakeStarter(), policy=Restarts.parse(policy))
     assert controller.advance(snapshot(found)) is None
     wider = scene.controller(launches := FakeStarter("launch"), policy=Restarts.parse(policy))
@@ -207,7 +209,7 @@ def test_a_rank_of_another_supervisor_is_left_to_it(scene: Scene) -> None:
     assert its.started == [{2: 1, 3: 1}]
 
 
-def test_a_fork_leaves_what_a_user_resumes_to_the_users_process(scene: Scene) -> None:
+def test_a_fork_leaves_ranks_that_a_user_resumes_to_the_process_of_the_user(scene: Scene) -> None:
     scene.add(Decision(kind="resume", start={0: 1}))
     scene.controller(starter := FakeStarter()).advance(snapshot(end()))
     assert starter.started == []

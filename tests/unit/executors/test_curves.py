@@ -33,7 +33,7 @@ def test_a_thinned_line_keeps_the_least_and_the_greatest_value_of_each_bin() -> 
             assert (kept[0] < kept[1]) == (ys.argmin() < ys.argmax())
 
 
-def test_a_short_line_stays_as_it_is_without_what_is_not_finite() -> None:
+def test_a_short_line_stays_as_it_is_without_values_that_are_not_finite() -> None:
     lines = [Line.of(0, 0, [(3, 0.5), (1, 2.0), (2, math.nan)]), Line.of(1, 0, [(2, 1.0), (4, math.inf)])]
     thinned = thin(lines, above={"middle": [(2.4, 7.0)]})
     assert thinned["x"] == [1, 2, 2.4, 3]
@@ -95,7 +95,7 @@ def test_all_curves_of_a_page_keep_the_limit_with_ten_attempts_of_each_rank() ->
     assert len(page(made)) < 3_000_000
 
 
-def test_numbers_for_whose_curves_there_is_no_room_are_named() -> None:
+def test_numbers_whose_curves_do_not_fit_are_named() -> None:
     names = [f"number_{index:02}" for index in range(20)]
     scene = Scene(n=32, rounds=40, inner=5, more=lambda step: dict.fromkeys(names, step))
     found = curves(with_attempts(made_up(scene), 10).metrics)

@@ -51,7 +51,7 @@ STUCK = [end("hang", number) for number in range(4)]
         (KILLED[:1], "0,signal=inf", "restarting rank 3 as attempt 1 (free): signal, SIGKILL, after round 41",
          "restarts now: signal, SIGKILL, after round 41"),
         (RAISED, "3", f"rank 3 given up: it failed twice the same way at step 812: {ERROR}. {AGAIN}",
-         f"given up: failed twice alike at step 812 ({ERROR})"),
+         f"given up: failed twice in the same way at step 812 ({ERROR})"),
         (STUCK, "9", f"rank 3 given up: 4 attempts in a row made no progress, the last: hang. {AGAIN}",
          "given up: 4 attempts in a row made no progress, the last: hang"),
         (KILLED, "2", f"rank 3 given up: 2 of 2 restarts are used: signal, SIGKILL, after round 41. {AGAIN}",

@@ -269,7 +269,7 @@ def test_a_log_whose_reading_fails_half_way_is_read_on_from_there(monkeypatch: p
     assert min(store.asked) == "run/decisions/000070.json"
 
 
-def test_a_log_takes_over_what_another_has_read_only_if_both_have_the_same_key() -> None:
+def test_a_log_takes_over_entries_of_another_log_only_if_both_have_the_same_key() -> None:
     store = MemoryStore()
     DecisionLog(store, "run").append(lambda _: Decision(kind="resume", start={0: 1}))
     believing, signed = DecisionLog(store, "run"), DecisionLog(store, "run", key="ab" * 32)

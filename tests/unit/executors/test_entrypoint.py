@@ -206,7 +206,7 @@ def test_a_file_whose_name_is_taken_by_another_module_is_refused(workspace: Path
     ],
 )
 @pytest.mark.usefixtures("workspace")
-def test_an_object_that_is_not_a_function_is_refused_as_what_it_is(text: str, message: str) -> None:
+def test_an_object_that_is_not_a_function_is_refused_with_its_kind(text: str, message: str) -> None:
     with pytest.raises(EntrypointImportError) as caught:
         load_entrypoint(text)
     assert message in str(caught.value)

@@ -304,7 +304,7 @@ def test_a_rank_that_is_found_lost_late_was_down_since_its_last_heartbeat(run: M
 
 
 def test_ranks_that_hang_wait_for_a_controller_or_were_given_up_want_attention(run: MadeUp) -> None:
-    given_up = RestartState(decision=decision_of("give_up"), note="given up: failed twice alike")
+    given_up = RestartState(decision=decision_of("give_up"), note="given up: failed twice in the same way")
     states = [
         ReplicaState(0, 0, FAILED, Outcome(0, 0, FAILED, "exception"), restart=given_up),
         ReplicaState(1, 1, ReplicaStatus.RUNNING),

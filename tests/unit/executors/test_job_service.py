@@ -79,7 +79,7 @@ def test_a_state_that_is_read_repeatedly_is_requested_at_once_and_then_less_and_
     assert not throttle.due(["job"])
 
 
-def test_a_small_budget_is_spent_on_what_has_waited_longest() -> None:
+def test_a_small_budget_is_spent_on_the_jobs_that_have_waited_longest() -> None:
     clock = Clock()
     throttle, budget = PollThrottle[int](clock), TokenBucket(1.0, 1, clock)
     asked = []
@@ -186,7 +186,7 @@ def test_another_job_than_the_one_that_was_asked_for_is_asked_for_at_once() -> N
         assert len(service.requests) == before + 2, "one to verify it, one for its state"
 
 
-def test_a_call_returns_what_it_returns_and_raises_what_it_raises() -> None:
+def test_a_call_with_a_time_limit_passes_on_the_result_and_the_error() -> None:
     assert call_with_timeout(60, lambda: [1]) == [1]
     assert call_with_timeout(60, lambda: None) is None
     with pytest.raises(ZeroDivisionError):
@@ -220,7 +220,7 @@ def pauses_before_giving_up(error: JobServiceError, patience_s: float = PATIENCE
     return slept
 
 
-def test_pauses_grow_to_a_limit_and_what_was_rejected_is_not_asked_again() -> None:
+def test_pauses_grow_to_a_limit_and_a_rejected_call_is_not_repeated() -> None:
     for kind in ("unavailable", "unknown"):
         slept = pauses_before_giving_up(JobServiceError("later", kind))
         assert len(slept) == TRIES - 1
@@ -368,7 +368,7 @@ def test_a_service_knows_the_python_of_its_default_and_of_dockers_images(monkeyp
         (HFJobsExecutor, {"image": "python:3.99"}, "image=python:3.11"),
     ],
 )
-def test_a_process_that_has_another_python_is_told_which_option_gives_replicas_the_right_one(
+def test_a_process_with_another_python_gets_the_option_that_gives_replicas_the_right_one(
     executor: type[ModalExecutor | HFJobsExecutor], option: dict[str, Any], advice: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"by Python 3\.11, and .* would run 3\.99\. Give --option {advice}, or"):

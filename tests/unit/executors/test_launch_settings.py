@@ -43,7 +43,7 @@ def write(path: str | Path, text: str) -> Path:
     return file
 
 
-def test_the_process_that_stands_nearer_to_the_launch_wins_and_is_named(
+def test_the_setting_nearest_to_the_launch_wins_and_its_origin_is_named(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("gpu", "seed", "n", "timeout", "run-id", "detach")
@@ -129,7 +129,7 @@ def test_an_argument_is_a_text_if_its_annotation_may_explain_it_and_otherwise_th
     assert texts == {"b": "word", "c": "5", "d": "0.5", "e": "true", "g": '{"x": 1}'}
 
 
-def test_a_file_names_what_lies_beside_it(work: Path) -> None:
+def test_a_relative_path_in_a_settings_file_counts_from_the_folder_of_the_file(work: Path) -> None:
     write(work.parent / "replicas.toml", 'entrypoint = "lib/train.py:run"\nrendezvous = "runs"\n')
     assert read().values == {"entrypoint": "../lib/train.py:run", "rendezvous": str(work.parent / "runs")}
     for entrypoint, found in {
@@ -256,7 +256,7 @@ def test_every_option_of_the_command_is_a_setting_and_python_knows_them_all() ->
     assert COMMAND_ONLY.keys() <= keys.keys()
 
 
-def test_python_takes_from_the_settings_what_it_leaves_at_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_takes_values_that_are_at_their_defaults_from_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     # Loaded in this process, where another test may have loaded a job.py of its own.
     write("job_of_settings.py", "def main(steps, name): return [steps, name]\n")
     write(

@@ -36,7 +36,7 @@ ALL = "".join(LINES)
     ends_with_newline=st.booleans(),
     n_lines=st.integers(0, 40),
 )
-def test_the_last_lines_are_what_a_plain_reading_gives(
+def test_the_last_lines_equal_a_plain_reading(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], ends_with_newline: bool, n_lines: int
 ) -> None:
     path = tmp_path_factory.mktemp("logs") / "log"
@@ -170,7 +170,7 @@ def test_a_response_that_is_cut_off_costs_no_line_and_doubles_none() -> None:
         assert followed(ALL[:80], ALL[:cut], kept=ALL) == ALL, cut
 
 
-def test_only_the_tail_of_what_was_there_is_given_and_then_every_line() -> None:
+def test_a_follower_yields_the_tail_of_the_existing_lines_and_then_every_line() -> None:
     before, after = "x\n1\nx\n2\nx\n", "x\n1\nx\n2\nx\n3\nx\n"
     assert followed(before, "x\n1\nx\n", after, f"{after}\n\nend", tail=1) == "x\n3\nx\n\n\nend\n"
     assert followed(before, after, tail=0) == "3\nx\n"

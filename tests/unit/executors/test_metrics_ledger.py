@@ -136,7 +136,7 @@ def test_steps_during_a_round_are_lost_if_the_replica_is_killed_after_its_contri
 
 @settings(max_examples=300, deadline=None)
 @given(worlds())
-def test_counted_carried_dropped_and_lost_are_together_what_was_made(
+def test_counted_carried_dropped_and_lost_work_add_up_to_all_work(
     world: tuple[int, list[tuple[Life, Work]]],
 ) -> None:
     n_ranks, told = world

@@ -290,7 +290,7 @@ def test_a_late_sight_of_a_seal_is_not_a_wrong_clock_if_others_contradict_it() -
     assert [span.started_s for span in scene.read().attempts] == [0.0, 0.0]
 
 
-def test_the_ledger_of_a_run_knows_who_failed_and_who_left_with_what() -> None:
+def test_the_ledger_of_a_run_has_the_work_of_failed_and_closed_replicas() -> None:
     scene = Scene().claim(T0).claim(T0, rank=1)
     scene.segment(*saw(10.0, 20.0), {"t": 21.0, "left_with": 3.0, "name": "main"})
     scene.segment(*saw(10.0, 20.0), rank=1)

@@ -58,7 +58,7 @@ class Scene:
         return [line for segment in self.segments() for line in segment]
 
 
-def test_a_line_a_second_has_what_was_reported_since_the_line_before() -> None:
+def test_a_line_a_second_has_the_reports_since_the_previous_line() -> None:
     scene = Scene()
     scene.at(0.0).replica.report(step=1, loss=4.0)
     scene.at(0.2).replica.report(step=2, loss=3.0, eval_loss=9.0)

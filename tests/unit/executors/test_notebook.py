@@ -133,7 +133,7 @@ def test_a_long_curve_is_as_dense_at_its_beginning_as_at_its_end() -> None:
     assert line[-1][0] == 620.0
 
 
-def test_a_cell_is_not_sent_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_is_not_sent_html_that_it_already_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = list[str]()
     cell = SimpleNamespace(update=sent.append)
     monkeypatch.setattr(notebook, "_kit", lambda: SimpleNamespace(HTML=str, display=lambda *_, **__: cell))

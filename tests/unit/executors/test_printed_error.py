@@ -63,7 +63,7 @@ def zipped(first: str, second: str) -> str:
         f"{CAUSE}\n\nTraceback (most recent call last):\n  File 'x'\nsubprocess.CalledProcessError: Command died\n",
     ],
 )
-def test_the_traceback_that_explains_a_failure_is_found_in_what_processes_printed(printed: str) -> None:
+def test_the_traceback_that_explains_a_failure_is_found_in_the_output_of_processes(printed: str) -> None:
     assert printed_traceback(printed) == CAUSE
 
 

@@ -111,7 +111,7 @@ def test_a_rate_has_three_digits() -> None:
     assert [name_rate(rate) for rate in rates] == ["123457", "123", "12.3", "8.20", "0.50", "0.0167", "2e+09"]
 
 
-def test_a_narrow_table_leaves_out_first_what_matters_least() -> None:
+def test_a_narrow_table_omits_the_least_important_columns_first() -> None:
     numbers: dict[str, Any] = {"round": 4, "step": 120, "total_steps": 400, "steps_per_s": 8.2}
     now = state(replica(0, attempt=1, **numbers, loss=2.5, round_s=1.0, lr=1e-4, gnorm=0.5))
     for width, more, head in (

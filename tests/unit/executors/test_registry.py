@@ -129,7 +129,7 @@ def record_of(executor: str, **options: Any) -> Placement:
     return Placement(backend=executor, ranks=(0,), executor_options=options)
 
 
-def test_a_registered_backend_is_made_with_what_may_be_recorded(
+def test_a_registered_backend_is_made_with_the_options_that_may_be_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, monkeypatch, "remote = test_registry:Remote")
@@ -143,7 +143,7 @@ def test_a_registered_backend_is_made_with_what_may_be_recorded(
     assert made.options_to_keep == {"site": "north", "size": 2, "image": None}
     refused: list[dict[str, Any]] = [{"image": "evil"}, {"site": "../x"}, {"size": True}, {"size": "2"}, {"args": []}]
     for bad in refused:
-        with pytest.raises(BackendError, match=r"not taken from a record\. Those that are: site, size"):
+        with pytest.raises(BackendError, match=r"not taken from a record\. Options that are: site, size"):
             executor_of_record(record_of("remote", **bad))
     noted: Any = executor_of_record(record_of("remote"), options={"image": "mine"})
     assert noted.options_to_keep["image"] == "mine"

@@ -59,7 +59,9 @@ def kills() -> tuple[Subject, Document]:
     return made, document(made)
 
 
-def test_a_process_that_came_last_is_charged_with_what_the_others_waited_more(kills: tuple[Subject, Document]) -> None:
+def test_the_rank_that_came_last_is_charged_with_the_additional_wait_of_the_others(
+    kills: tuple[Subject, Document],
+) -> None:
     subject, made = kills
     rounds: dict[int, list[Round]] = {}
     for row in subject.metrics.rounds:
@@ -77,7 +79,7 @@ def test_a_process_that_came_last_is_charged_with_what_the_others_waited_more(ki
     assert cost[3] == pytest.approx(by_hand, abs=0.01)
 
 
-def test_a_process_that_is_missing_is_charged_with_what_everybody_waited(kills: tuple[Subject, Document]) -> None:
+def test_a_missing_rank_is_charged_with_the_wait_of_all_others(kills: tuple[Subject, Document]) -> None:
     _, made = kills
     row = next(row for row in made["replicas"] if row["rank"] == 1)
     assert (row["missing"], row["attempt"], row["cost_s"] > 15) == (2, 2, True), "three waited 3 s, twice"

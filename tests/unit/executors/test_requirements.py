@@ -31,7 +31,7 @@ def requirements_of(pip: Sequence[str], root: Path, script: Path | None = None) 
     return (*ours, *users)
 
 
-def test_ours_are_pinned_to_what_is_installed_here_without_the_local_part(tmp_path: Path) -> None:
+def test_our_requirements_are_pinned_to_the_installed_versions_without_the_local_part(tmp_path: Path) -> None:
     assert requirements_of((), tmp_path) == PINS
     assert f"torch=={version('torch').partition('+')[0]}" in PINS
     assert not [pin for pin in PINS if "+" in pin]
@@ -192,7 +192,7 @@ def test_an_option_of_pip_is_refused_by_name(tmp_path: Path) -> None:
             requirements_of([line], tmp_path)
 
 
-def test_an_index_travels_with_what_is_installed_from_it(tmp_path: Path) -> None:
+def test_an_index_is_sent_with_the_requirements_that_are_installed_from_it(tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text(
         "--extra-index-url https://download.pytorch.org/whl/cpu\n-i https://mine.example.com/simple\n"
         "--find-links=./wheels\n-f https://example.com/wheels\ntorch==2.13.0+cpu\n"

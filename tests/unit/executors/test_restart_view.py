@@ -204,7 +204,7 @@ def test_a_rank_that_failed_twice_alike_counts_as_given_up_before_that_is_writte
     end = failed("exception", attempt=1, fingerprint="f", reached={"step": 7}, error="ValueError: no")
     write(view_of(run).store, 0, "outcome", outcome_json(0, **end), attempt=1)
     assert run.wait(timeout=0)
-    assert run.status().replicas[0].note == "given up: failed twice alike at step 7 (ValueError: no)"
+    assert run.status().replicas[0].note == "given up: failed twice in the same way at step 7 (ValueError: no)"
     assert view_of(run).reader.is_permanent
 
 
@@ -217,7 +217,7 @@ def test_a_rank_that_failed_twice_alike_counts_as_given_up_before_that_is_writte
         (failed(), [replace(RESTART, at=0.0, not_before=time.time() + 9000)], "restarts in "),
         (failed(), [RESTART], "waits for a controller: replicas watch memory://restarts/wide"),
         (failed(), [replace(RESTART, at=0.0)], "restarts now: signal, SIGKILL"),
-        (failed(), [GIVEN_UP], "given up: failed twice alike at step 812 (ValueError: no)"),
+        (failed(), [GIVEN_UP], "given up: failed twice in the same way at step 812 (ValueError: no)"),
         (failed("exception", error="ValueError: no"), [CANCEL], "exception: ValueError: no"),
     ],
 )
@@ -269,7 +269,7 @@ def test_a_resume_whose_process_died_has_ended_independent_of_the_clock_of_the_l
 
 
 @pytest.mark.parametrize("ahead_s", [-30.0, 0.0, 30.0])
-def test_a_process_that_resumes_a_run_that_another_resumes_is_told_even_if_their_clocks_differ(ahead_s: float) -> None:
+def test_a_process_learns_that_another_process_resumes_the_run_even_if_their_clocks_differ(ahead_s: float) -> None:
     run = run_of(failed(), restarts=None)
     order_resume(DecisionLog(view_of(run).store, "wide", lambda: time.time() + ahead_s), {0: 1}, n_seen=0)
     assert not run.wait(timeout=0)

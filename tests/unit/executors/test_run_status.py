@@ -31,7 +31,7 @@ def standing(found: Standstill, status: ReplicaStatus = ReplicaStatus.RUNNING) -
     return RunStatus("otter", "fake", states, store_url="file:///data/its%20runs")
 
 
-def test_a_round_that_stands_still_is_reported_once_with_the_command_that_deletes_the_object() -> None:
+def test_a_blocked_round_is_reported_once_with_the_command_that_deletes_the_object() -> None:
     line = (
         "Round 12 stands still: the object 'otter/diloco/main/r11/contribution/1' (and 1 more) was made without the "
         "run's key, or is damaged. Delete it: rm '/data/its runs/otter/diloco/main/r11/contribution/1'"

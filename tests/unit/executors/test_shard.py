@@ -192,7 +192,9 @@ def test_equal_shares_have_the_same_number_of_items_and_no_item_in_common(kind: 
 
 @pytest.mark.parametrize("kind", COUNTED)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_an_added_replica_gets_as_many_items_as_the_others_and_none_twice(kind: str, world_size: int) -> None:
+def test_an_added_replica_gets_the_same_number_of_items_as_the_others_and_none_twice(
+    kind: str, world_size: int
+) -> None:
     make, items = DATA_SETS[kind]
     for rank in (world_size, world_size + 1, world_size + 7):
         found = items(replica(rank, world_size).shard(make(), equal=True))

@@ -142,7 +142,7 @@ def test_a_torn_value_is_not_a_section() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[10], [TAIL_BYTES], [TAIL_BYTES - 3, 10, 10], [3 * TAIL_BYTES + 7, 1], [40_000] * 5])
-def test_the_tail_is_the_end_of_what_was_written(sizes: list[int]) -> None:
+def test_the_tail_is_the_end_of_the_written_bytes(sizes: list[int]) -> None:
     page, written = SharedPage(), b""
     for number, size in enumerate(sizes):
         data = bytes(65 + (number + at) % 26 for at in range(size))

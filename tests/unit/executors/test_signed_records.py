@@ -226,7 +226,7 @@ def test_a_process_joins_past_forged_claims_and_its_own_claim_is_proven(store: M
     assert found.nonce == "mine"
 
 
-def test_a_process_without_the_key_reads_what_is_there_as_unproven_and_writes_nothing(store: MemoryStore) -> None:
+def test_a_process_without_the_key_reads_records_as_unproven_and_writes_none(store: MemoryStore) -> None:
     drop_key(store.url, "otter")
     note_lacking_key(store.url, "otter")
     assert record(store).unproven

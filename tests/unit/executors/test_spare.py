@@ -69,7 +69,7 @@ def taken(spare: Spare) -> Any:
     return spare.taken and (spare.taken.rank, spare.taken.number)
 
 
-def test_a_rank_that_beats_is_left_alone_and_one_that_stands_still_is_taken_over() -> None:
+def test_a_spare_leaves_a_rank_with_heartbeats_and_takes_over_a_rank_without() -> None:
     scene = Scene()
     spare = scene.spare()
     scene.look(spare, for_s=3 * LOST_AFTER_S, beating=(0, 1))
@@ -118,7 +118,7 @@ def test_an_end_that_no_one_answers_is_answered_after_a_while_if_no_process_watc
 
 
 @pytest.mark.parametrize("renewed", [True, False])
-def test_while_a_process_renews_the_lease_a_spare_only_does_what_it_is_told(renewed: bool) -> None:
+def test_while_a_process_renews_the_lease_a_spare_only_makes_the_starts_of_the_log(renewed: bool) -> None:
     scene = Scene(lease_s=1e6)
     spare = scene.spare()
     scene.end(0)
@@ -136,7 +136,7 @@ def test_while_a_process_renews_the_lease_a_spare_only_does_what_it_is_told(rene
 
 
 @pytest.mark.parametrize("ahead_s", [0.0, 3 * 3600.0])
-def test_a_spare_carries_out_what_was_decided_by_a_clock_that_is_ahead(
+def test_a_spare_makes_a_start_that_was_decided_by_a_clock_that_is_ahead(
     ahead_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene()
@@ -160,7 +160,7 @@ def test_two_spares_take_over_one_rank_each() -> None:
     assert len(scene.log) == 2
 
 
-def test_what_another_user_has_begun_is_left_to_them() -> None:
+def test_a_spare_leaves_an_attempt_that_another_process_has_begun() -> None:
     scene = Scene()
     spare = scene.spare()
     scene.end(0)

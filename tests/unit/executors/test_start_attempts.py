@@ -114,7 +114,7 @@ def test_an_interrupted_start_first_ends_jobs_then_writes_to_the_store_and_then_
     assert sorted(asked[3:]) == ["cancel 0", "cancel 1"]
 
 
-def test_a_backend_that_refused_has_ended_its_own_jobs_and_what_earlier_orders_started_is_cancelled() -> None:
+def test_after_a_refusal_a_backend_ends_its_own_jobs_and_replicas_of_earlier_starts_are_cancelled() -> None:
     events = started("start [2]", LaunchError("no third one"))
     asked = events[events.index("start [2]") + 1 :]
     assert asked[:2] == ["lease.end", "undo [0, 1]"]

@@ -91,7 +91,7 @@ def test_a_damaged_read_is_one_bit_off_or_cut_and_the_object_stays_right(full: M
     assert bytes(full.get("k/7")) == right
 
 
-def test_delays_are_waited_with_what_was_given(full: MemoryStore) -> None:
+def test_delays_are_waited_with_the_given_sleep(full: MemoryStore) -> None:
     waited: list[float] = []
     store = FaultyStore(full, seed=0, delay_s=0.3, sleep=waited.append)
     for key in KEYS:

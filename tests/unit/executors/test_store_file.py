@@ -168,7 +168,7 @@ def test_a_directory_has_only_its_objects_after_they_are_written(either: FileSto
     assert sorted(str(path.relative_to(either.root)) for path in either.root.rglob("*")) == ["run", "run/a", "run/b"]
 
 
-def test_a_store_whose_directory_moved_on_is_empty_and_what_was_read_stays(root: Path) -> None:
+def test_a_store_whose_directory_was_moved_is_empty_and_bytes_that_were_read_stay(root: Path) -> None:
     store = open_store(root)
     store.put("a", b"x")
     view = store.get("a")

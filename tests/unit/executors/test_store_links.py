@@ -59,7 +59,7 @@ def test_a_link_is_not_followed(store: Store, elsewhere: Path, tmp_path: Path) -
         assert content_of(elsewhere) == {"mine": b"nobody else's business"}, name
 
 
-def test_a_link_is_listed_replaced_and_deleted_as_what_it_is(store: Store, elsewhere: Path, tmp_path: Path) -> None:
+def test_a_link_is_listed_replaced_and_deleted_as_a_link(store: Store, elsewhere: Path, tmp_path: Path) -> None:
     store.put("run/real", b"")
     (tmp_path / "store" / "run" / "linked").symlink_to(elsewhere)
     (tmp_path / "store" / "run" / "file").symlink_to(elsewhere / "mine")

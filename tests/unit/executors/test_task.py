@@ -266,7 +266,7 @@ def test_a_pickle_that_was_changed_in_the_store_is_not_unpickled() -> None:
         read_task(store, "r", spec.task_digest).load(ME)
 
 
-def test_readings_that_fail_or_are_not_what_was_launched_are_tried_again() -> None:
+def test_readings_that_fail_or_differ_from_the_launch_are_tried_again() -> None:
     inner = MemoryStore()
     spec = create_run(inner, "r", add, {"a": 1}, 1, backend="local")
     store = FaultyStore(inner, seed=0)

@@ -144,7 +144,9 @@ def test_a_hook_of_git_may_launch(root: Path, tmp_path: Path, monkeypatch: pytes
 # Links, odd names, modes
 
 
-def test_links_inside_travel_as_what_they_point_to_and_others_are_named(root: Path, tmp_path: Path) -> None:
+def test_links_inside_the_workspace_become_copies_of_their_targets_and_others_are_named(
+    root: Path, tmp_path: Path
+) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "secret").write_text("not ours")
@@ -257,7 +259,9 @@ def test_the_commit_is_recorded_and_whether_the_files_differ_from_it(root: Path,
 # Refused workspaces
 
 
-def test_too_much_is_refused_with_the_largest_files_and_what_to_do(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workspace_that_is_too_large_is_refused_with_its_largest_files_and_a_remedy(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("executors.shipping.workspace.LIMIT_BYTES", 1 << 20)
     for number in range(7):
         (root / f"file{number}.bin").write_bytes(bytes(number * 200_000))

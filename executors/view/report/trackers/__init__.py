@@ -33,9 +33,11 @@ class Tracked:
     rank: int
     world_size: int
     attempt: int
-    """If it is more than 0, the rank was resumed. A tracker that can continues with its run of the attempt before."""
+    """The number of the attempt. If it is more than 0, the rank was restarted. Then a tracker that can do so continues
+    its run of the previous attempt.
+    """
     config: Mapping[str, Any] = field(default_factory=dict)
-    """How the run was launched: JSON values, the entrypoint's arguments as `args.NAME`."""
+    """The settings of the launch as JSON values. Arguments of the entrypoint are named `args.NAME`."""
 
     @property
     def run(self) -> str:
@@ -74,7 +76,7 @@ class PageTracker(Protocol):
     def page(self, path: Path) -> None:
         """Store the HTML page of `replicas report`.
 
-        It is made when rank 0 ends, and the file is deleted after the call.
+        The page is made when rank 0 ends, and its file is deleted after the call.
         """
 
 
@@ -82,8 +84,8 @@ def check_tracker(name: str) -> None:
     """Check that a tracker exists and its package is installed. Nothing of either is executed.
 
     Raises:
-        ValueError: there is no tracker of that name.
-        MissingDependencyError: its package is not installed.
+        ValueError: there is no tracker with this name.
+        MissingDependencyError: the package of the tracker is not installed.
     """
     module, colon, cls = name.partition(":")
     if not colon:

@@ -14,7 +14,7 @@ from executors.view.report.trackers import PROJECT, Tracked
 
 FORBIDDEN = re.compile(r"[^\w\-. :/]")  # characters that MLflow refuses in names of metrics and parameters
 MAX_NAME, MAX_VALUE = 250, 500
-MAX_PARAMS = 100  # parameters in one call
+MAX_PARAMS = 100  # the most parameters in one call
 RUN, LAUNCHED, RANK = "replicas.run", "replicas.launched", "replicas.rank"
 
 
