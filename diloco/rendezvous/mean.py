@@ -255,8 +255,7 @@ class Reducer:
     ) -> MeanHead:
         """Compute a shard, and return its head."""
         clipped: set[int] = set()
-        options = {"clipped": clipped} if blocks.clips else {}
-        digests = self._context.reduce(inputs, out, blocks, write, **options)
+        digests = self._context.reduce(inputs, out, blocks, write, clipped)
         return MeanHead(digests, left_out, blocks.mean_wire.name, tuple(sorted(clipped)))
 
     def _with_inputs(

@@ -482,7 +482,7 @@ class Sealer:
         out = np.empty(layout.mean_bytes, np.uint8).data
         blocks = layout.blocks(layout.n_elements, self._context.proof)
         try:
-            self._context.reduce(inputs, out, blocks, **({"clipped": clipped} if blocks.clips else {}))
+            self._context.reduce(inputs, out, blocks, clipped=clipped)
         except BadInputError as bad:
             entry.misread[bad.rank] = READ_TRIES
             return None

@@ -301,10 +301,14 @@ def _reduce_of_host(host: int) -> Callable[..., tuple[str, ...]]:
     """Return a reduction whose results differ in the last bits from those on other hosts, as on other processors."""
 
     def reduce(
-        inputs: Sequence[ShardInput], out: memoryview, blocks: BlockFormat, write: Write | None = None
+        inputs: Sequence[ShardInput],
+        out: memoryview,
+        blocks: BlockFormat,
+        write: Write | None = None,
+        clipped: set[int] | None = None,
     ) -> tuple[str, ...]:
         made = bytearray()
-        weighted_mean(inputs, out, blocks, None if write is None else made.extend)
+        weighted_mean(inputs, out, blocks, None if write is None else made.extend, clipped)
         whole = out if write is None else memoryview(made)
         bits = np.frombuffer(whole, np.uint32)
         bits ^= np.uint32(host & bool(inputs))

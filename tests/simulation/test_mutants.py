@@ -93,10 +93,12 @@ def take_gone_for_corrupt(read: Any, self: Reducer, entry: Any, seal: Seal, rank
 
 
 def average_rotten_inputs(patch: pytest.MonkeyPatch) -> None:
-    def trusting(inputs: list[ShardInput], out: memoryview, blocks: BlockFormat, write: Any = None) -> tuple[str, ...]:
+    def trusting(
+        inputs: list[ShardInput], out: memoryview, blocks: BlockFormat, write: Any = None, clipped: Any = None
+    ) -> tuple[str, ...]:
         size = blocks.wire.size(blocks.block_elements)
         honest = [ShardInput(i.rank, i.weight, i.data, digests_of(i.data, size, UNSIGNED)) for i in inputs]
-        return weighted_mean(honest, out, blocks, write)
+        return weighted_mean(honest, out, blocks, write, clipped)
 
     patch.setattr("simulation.simulation.weighted_mean", trusting)
     patch.setattr("diloco.rendezvous.seal._is_intact", lambda head, payload, block_bytes, proof: True)

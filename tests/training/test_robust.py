@@ -201,7 +201,7 @@ def test_training_goes_on_beside_a_replica_whose_gradients_explode() -> None:
                 explodes = where["rank"] == 2 and 20 <= step < 60
                 with torch.no_grad():
                     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                        parameter -= 0.02 * gradient * (1e6 if explodes and step % 5 == 4 else 1.0)
+                        parameter.sub_(0.02 * gradient * (1e6 if explodes and step % 5 == 4 else 1.0))
                 losses.append(loss.item())
                 diloco.step()
         return losses
