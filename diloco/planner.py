@@ -14,6 +14,10 @@ from math import ceil, inf
 BYTES_PER_ELEMENT = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256, "int4": 1 / 2 + 4 / 128, "top8": 388 / 4096}
 MEAN_WIRES = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8", "top8": "int4"}
 """The default wire of the means, for each wire of contributions."""
+EACH = "each"
+"""The wire of means that are not stored: each replica reads all contributions."""
+EACH_REPLICAS = 4
+"""The largest number of replicas for which such means are proposed. From 8 replicas on, they have more bytes."""
 SPARSE_WIRE = "top8"
 """The wire that leaves most of the work to later contributions. Means cannot be encoded in it."""
 SPARSE_ENCODE, SPARSE_ACCUMULATE, SPARSE_DECODE = 0.4, 0.7, 0.3
@@ -212,7 +216,7 @@ class Choice:
             raise ValueError(
                 f"steps must be at least inner_steps, got steps={steps} and inner_steps={self.inner_steps}."
             )
-        for_means = [name for name in BYTES_PER_ELEMENT if name != SPARSE_WIRE]
+        for_means = [*(name for name in BYTES_PER_ELEMENT if name != SPARSE_WIRE), EACH]
         for name, wire, legal in (
             ("wire", self.wire, list(BYTES_PER_ELEMENT)),
             ("mean_wire", self.resolved_mean_wire, for_means),
@@ -356,16 +360,17 @@ def round_cost(workload: Workload, choice: Choice) -> RoundCost:
     """
     elements, n, link, cpu = ceil(workload.params / choice.fragments), workload.n, workload.link, workload.processor
     w = BYTES_PER_ELEMENT[choice.wire]
-    v = BYTES_PER_ELEMENT[choice.resolved_mean_wire]
+    is_stored = choice.resolved_mean_wire != EACH
+    v = BYTES_PER_ELEMENT[choice.resolved_mean_wire] if is_stored else 0.0
     part = 1.0  # the share of the fragment whose mean one replica computes
-    if elements * max(w, v) <= SMALL_BYTES:
+    if is_stored and elements * max(w, v) <= SMALL_BYTES:
         # All replicas wait for one replica, which reads the contributions of the others, and sends the mean inside the
         # seal.
         link_s = (elements * (w + v)) / link.up + ((n - 1) * elements * w + elements * v) / link.down
         requests = REQUESTS_IN_TURN["small"]
         up, down = elements * (w + v / n), elements * ((n - 1) * w / n + v)  # the average over all replicas
     else:
-        part = _largest_shard(elements, n)
+        part = _largest_shard(elements, n) if is_stored else 1.0
         up, down = elements * (w + part * v), elements * ((n - 1) * part * w + (1 - part) * v)
         link_s = up / link.up + down / link.down
         requests = REQUESTS_IN_TURN["sharded"]
@@ -399,7 +404,8 @@ def largest_object(workload: Workload, choice: Choice) -> float:
         choice: the arguments of `DiLoCo`.
     """
     elements = ceil(workload.params / choice.fragments)
-    mean_bytes = _largest_shard(elements, workload.n) * BYTES_PER_ELEMENT[choice.resolved_mean_wire]
+    # a mean that is not stored has only a head
+    mean_bytes = _largest_shard(elements, workload.n) * BYTES_PER_ELEMENT.get(choice.resolved_mean_wire, 0.0)
     return elements * max(BYTES_PER_ELEMENT[choice.wire], mean_bytes) * (UNEVEN if choice.fragments > 1 else 1)
 
 
@@ -501,6 +507,8 @@ def choose(
     if wires == WIRES and not best.has_room and mean_wire != SPARSE_WIRE:
         sparse = [choice for choice in fitting(SPARSE_WIRE, few) if _suits_sparse_wire(workload, choice)]
         if sparse:
+            if workload.n <= EACH_REPLICAS and mean_wire is None:
+                sparse = [replace(choice, mean_wire=EACH) for choice in sparse]
             plan = _best(workload, sparse, overlap_steps)
             best = plan if plan.has_room or plan.share <= WORTH_IT * best.share else best
     return best

@@ -70,6 +70,8 @@ class Reducer:
             mean = self._recover_small(entry, seal)
             entry.blocked = self._keys.seal(entry.index) if mean is None else None
             return None if mean is None else [mean]
+        if not entry.layout.stores_mean:
+            self._compute_early(entry, seal)
         now = self._context.clock()
         # The first look does not ask which owners have left: usually none has, and each question costs requests.
         asks = entry.sealed_s is not None and now >= entry.ask_s
@@ -126,7 +128,9 @@ class Reducer:
         head: MeanHead | None
         payload: memoryview | None = None
         try:
-            if self._store.maps and self._memory_of_mine(entry, seal, shard) is None:
+            if not entry.layout.stores_mean:
+                head, payload = entry.computed or self._compute(entry, seal, shard)
+            elif self._store.maps and self._memory_of_mine(entry, seal, shard) is None:
                 head = self._stream(entry, seal, shard)
             else:
                 head, payload = self._compute(entry, seal, shard)
@@ -135,7 +139,8 @@ class Reducer:
             return None
         entry.reduce_s += self._context.clock() - started
         if head is not None and payload is not None:
-            self._store.create(key, [head.head(key, self._proof), payload])
+            stored = [payload] if entry.layout.stores_mean else []
+            self._store.create(key, [head.head(key, self._proof), *stored])
         return self._adopt_stored(entry, seal, shard, head, payload)
 
     def _adopt_stored(
@@ -173,12 +178,47 @@ class Reducer:
             payload = data[head_bytes_of(part.end_block - part.first_block) :]
             with suppress(BadRecordError):
                 head = MeanHead.parse(data, key, self._proof, wire=layout.mean_wire.name)
+                if not layout.stores_mean:
+                    return self._compute_as_decided(entry, seal, head)
                 if is_mean(payload, layout.blocks(part.n_elements, self._proof), head.blocks):
                     entry.left_out.update(head.left_out)
                     entry.clipped.update(head.clipped)
                     return payload
             self._store.record_misread(key, data)
         return self._recover(entry, seal, shard, head)
+
+    def _compute_early(self, entry: EntryState, seal: Seal) -> None:
+        """Compute a mean that is not stored, before its head is there.
+
+        The head decides which contributions are in the mean. Usually these are all of them.
+        """
+        if entry.computed is None and 0 not in entry.means:
+            began = self._context.clock()
+            with suppress(InputGoneError):
+                entry.computed = self._compute(entry, seal, 0)
+            entry.reduce_s += self._context.clock() - began
+
+    def _compute_as_decided(self, entry: EntryState, seal: Seal, stored: MeanHead) -> memoryview | None:
+        """Return a mean that is not stored, with the contributions that its stored head counts.
+
+        None: one of them cannot be read, or the digests differ. Then only a later snapshot helps this replica.
+
+        Args:
+            stored: the stored head.
+        """
+        found = entry.computed
+        if found is None or found[0] != stored:
+            counted = {rank: member for rank, member in seal.replicas.items() if rank not in stored.left_out}
+            try:
+                found = self._compute(entry, replace(seal, replicas=counted), 0)
+            except InputGoneError:
+                found = None
+        if found is None or found[0].blocks != stored.blocks or not {*found[0].left_out} <= {*stored.left_out}:
+            entry.blocked = self._keys.mean(entry.index, 0)
+            return None
+        entry.left_out.update(stored.left_out)
+        entry.clipped.update(stored.clipped)
+        return found[1]
 
     def _recover(self, entry: EntryState, seal: Seal, shard: int, stored: MeanHead | None) -> memoryview | None:
         """Compute a damaged shard again from its inputs. Its head proves the result, if the head can be read.

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any, Literal, NamedTuple
 
 from diloco.rendezvous.envelope import Proof
-from diloco.rendezvous.frames import MAX_SHARDS, READ_TRIES, Contribution, hash_order, head_bytes
+from diloco.rendezvous.frames import MAX_SHARDS, READ_TRIES, Contribution, MeanHead, hash_order, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, Membership
 from diloco.rendezvous.phase import Phase, RoundPlan
@@ -22,6 +22,7 @@ from diloco.rendezvous.reduction import BlockFormat, Reduce, weighted_mean
 from diloco.rendezvous.retrying_store import Ask, Map, RetryingStore, at_once, backoff
 from diloco.rendezvous.standstill_watch import STANDS_AFTER_S, StandstillWatch
 from diloco.rendezvous.training_state import Arrays, PackedWork, TrainingState
+from diloco.wires import EACH
 from diloco.wires.wire import BLOCK_ELEMENTS, Wire
 from executors.patience import ROUND
 from executors.store.standstill import Standstill
@@ -129,20 +130,29 @@ class Layout:
         """The size of the head of a contribution, which is the offset of its payload."""
         return head_bytes(self.n_blocks)
 
+    @property
+    def stores_mean(self) -> bool:
+        """False: only the head of a mean is stored, and each replica computes the mean from all contributions."""
+        return self.mean_wire.name != EACH.name
+
     @cached_property
     def is_small(self) -> bool:
         """True if the mean is stored inside the seal.
 
         Then the contributions are read whole, too. So both must be small: a mean may be larger than a contribution.
         """
-        return max(self.size_bytes, self.mean_bytes) <= self.limits.small_bytes
+        return self.stores_mean and max(self.size_bytes, self.mean_bytes) <= self.limits.small_bytes
 
     def n_shards(self, n_ranks: int) -> int:
         """Return the number of shards of a mean: one for each rank, but none smaller than a block, and at most 64.
 
+        A mean that is not stored has one shard, whose head is stored.
+
         Args:
             n_ranks: the number of ranks that reduce the mean.
         """
+        if not self.stores_mean:
+            return 1
         return max(1, min(n_ranks, self.n_elements // self.limits.block_elements, MAX_SHARDS))
 
     def shard(self, shard: int, n_shards: int) -> ShardRange:
@@ -408,6 +418,8 @@ class EntryState:
     """The number of wrong readings of each rank's contribution."""
     means: dict[int, memoryview] = field(default_factory=dict)
     """The parts of the mean that were read, by shard."""
+    computed: tuple[MeanHead, memoryview] | None = None
+    """The mean that this replica has computed from all contributions, if means are not stored."""
     left_out: set[int] = field(default_factory=set)
     """Ranks whose input could not be used, according to the shards of the mean."""
     clipped: set[int] = field(default_factory=set)

@@ -14,7 +14,7 @@ from xxhash import xxh3_128_hexdigest
 from diloco.rendezvous.envelope import UNSIGNED, Proof
 from diloco.rendezvous.frames import digests_of
 from diloco.rendezvous.training_state import ApplyStats, PackedWork, Verdict
-from diloco.wires import FP32
+from diloco.wires import EACH, FP32
 from diloco.wires.wire import Floats, Wire, blocks_of, decoded
 
 
@@ -82,8 +82,13 @@ WIRES: dict[str, tuple[Wire, Wire]] = {
     "exact": (FP32, FP32),
     "lossy": (Multiples(4, np.int16, whole), MEANS),
     "sparse": (Multiples(1, np.int16, half, keeps=0.5, live=0.25), MEANS),
+    "each": (FP32, EACH),
+    "sparse, each": (Multiples(1, np.int16, half, keeps=0.5, live=0.25), EACH),
 }
-"""The wires of contributions and of means. The sparse one sends a unit in two, and holds the rest in two places."""
+"""The wires of contributions and of means. The sparse one sends a unit in two, and holds the rest in two places.
+
+With `each`, means are not stored, and every replica computes them.
+"""
 
 
 def most_left(wires: str, done: float) -> float:
@@ -93,7 +98,7 @@ def most_left(wires: str, done: float) -> float:
         wires: the key of the wires.
         done: the steps that the process has made.
     """
-    return {"exact": 0, "lossy": 3, "sparse": 3 + done}[wires]
+    return 0 if wires in ("exact", "each") else 3 if wires == "lossy" else 3 + done
 
 
 SLOTS = 12

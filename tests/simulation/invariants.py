@@ -24,6 +24,7 @@ from diloco.rendezvous.envelope import UNSIGNED, Proof
 from diloco.rendezvous.frames import Contribution, MeanHead, Seal, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
+from diloco.rendezvous.reduction import ShardInput, weighted_mean
 from diloco.rendezvous.round import MOST_PAUSE_S, Layout, Limits, RoundReport
 from diloco.rendezvous.snapshot import SnapshotPointer, decode_part
 from diloco.wires.wire import Floats
@@ -229,6 +230,8 @@ class Invariants:
         if not seal.shards:
             return values_of(self.layout.mean_wire, [memoryview(seal.mean)]), [set() for _ in range(SLOTS)]
         values, left_out = [], []
+        if not self.layout.stores_mean:
+            return self._computed_mean(entry, seal)
         for shard in range(seal.shards):
             part = self.layout.shard(shard, seal.shards)
             key = self.keys.mean(entry, shard)
@@ -236,6 +239,21 @@ class Invariants:
             values.append(memoryview(data)[head_bytes(part.end_block - part.first_block) :])
             left_out += [set(MeanHead.parse(data, key, self.proof).left_out)] * part.n_elements
         return values_of(self.layout.mean_wire, values), left_out
+
+    def _computed_mean(self, entry: int, seal: Seal) -> tuple[Floats, list[set[int]]]:
+        """Compute a mean that is not stored from the sealed contributions that its head counts."""
+        key = self.keys.mean(entry, 0)
+        head = MeanHead.parse(self.store.ever[key][0], key, self.proof)
+        inputs = []
+        for rank, member in seal.inputs.items():
+            if rank not in head.left_out:
+                contribution, data = self.sealed_bytes(entry, rank, seal)
+                inputs.append(ShardInput(rank, member.weight, data[self.layout.head_bytes :], contribution.blocks))
+        out = memoryview(bytearray(self.layout.mean_bytes))
+        digests = weighted_mean(inputs, out, self.layout.blocks(SLOTS, self.proof))
+        if digests != head.blocks:
+            raise Violation(f"entry {entry}: the stored head of the mean does not have the digests of its inputs")
+        return np.frombuffer(out, np.float32), [{*head.left_out} for _ in range(SLOTS)]
 
     def _check_end(self) -> None:
         """Check I14 when all processes have ended."""
@@ -374,12 +392,17 @@ class Invariants:
         return seals
 
     def sealed_contribution(self, entry: int, rank: int, seal: Seal) -> tuple[Contribution, Floats]:
+        head, data = self.sealed_bytes(entry, rank, seal)
+        payload = data[self.layout.head_bytes :]
+        return head, values_of(self.layout.wire, [payload]) if payload else np.zeros(0, np.float32)
+
+    def sealed_bytes(self, entry: int, rank: int, seal: Seal) -> tuple[Contribution, memoryview]:
+        """Return the head of a sealed contribution, and the whole object as it was created."""
         key = self.keys.contribution(entry, rank)
         for value in self.store.ever[key]:
             head, digest = Contribution.parse(value, key, self.proof)
             if digest == seal.replicas[rank].digest:
-                payload = memoryview(value)[self.layout.head_bytes :]
-                return head, values_of(self.layout.wire, [payload]) if payload else np.zeros(0, np.float32)
+                return head, memoryview(value)
         raise Violation(f"entry {entry}: the sealed contribution of rank {rank} was never stored")
 
 

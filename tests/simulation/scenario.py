@@ -255,7 +255,8 @@ class Scenario:
 def wires_of(seed: int) -> str:
     """Return the wires in the schedule of a seed."""
     drawn = random.Random(f"lossy {seed}").random()
-    return "lossy" if drawn < 0.25 else "sparse" if drawn < 0.4 else "exact"
+    bounds = {"lossy": 0.25, "sparse": 0.37, "sparse, each": 0.4, "each": 0.5, "exact": 1.0}
+    return next(wires for wires, bound in bounds.items() if drawn < bound)
 
 
 CALM = Scenario(
