@@ -174,8 +174,9 @@ class DiLoCo:
             eighth. The rounding error is kept, and is part of the next contribution. "top8" has a 42nd: it sends one
             value in eight, and later contributions have the rest. It needs memory for one more copy of the model, and
             costs loss in short runs and with more than 20 `inner_steps`.
-        mean_wire: Encoding of means: "fp32", "bf16", "int8" or "int4". Default None: the value of `wire`, but "int8" if
-            `wire` is "int4", and "int4" if `wire` is "top8".
+        mean_wire: Encoding of means: "fp32", "bf16", "int8", "int4" or "each". Default None: the value of `wire`, but
+            "int8" if `wire` is "int4", and "int4" if `wire` is "top8". "each": no mean is stored, and each replica
+            reads all contributions. With up to about 7 replicas and "top8", that moves the fewest bytes.
 
         robust: "clip": a contribution that is much larger than the others counts with the median of their norms. This
             limits the harm of one replica whose gradients explode. It needs at least three replicas, and averages take

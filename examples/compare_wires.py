@@ -1,6 +1,6 @@
 """Measures how small wires and overlapping rounds change the loss: makes the table of docs/how-to/slow-links.md.
 
-    python examples/compare_wires.py                                  # 78 runs of half a minute of a core
+    python examples/compare_wires.py                                  # 84 runs of half a minute of a core
     python examples/compare_wires.py --only int8 int4 --seeds 5 --steps 2000 --inner-steps 50
 
 Each run trains the demo's transformer. The replicas take turns in one process and exchange averages in its memory. With
@@ -48,6 +48,7 @@ def settings(inner_steps: int) -> dict[str, dict[str, Any]]:
         "int8": {"wire": "int8"},
         "int4": {"wire": "int4"},
         "top8": {"wire": "top8"},
+        "top8, each": {"wire": "top8", "mean_wire": "each"},
         "carry, overlap H/5": {"overlap_steps": inner_steps // 5, "merge": "carry"},
         "anchor, overlap H/5": {"overlap_steps": inner_steps // 5},
         "carry, overlap H/2": {"overlap_steps": half, "merge": "carry"},

@@ -76,6 +76,7 @@ def bytes_of_a_round(n_elements: int, block_elements: int, rounds: int) -> dict[
         "int8, means too": {"wire": "int8"},
         "int4, means int8": {"wire": "int4"},
         "top8, means int4": {"wire": "top8"},
+        "top8, each": {"wire": "top8", "mean_wire": "each"},
     }
 
     def moved(options: Mapping[str, Any], where: Mapping[str, Any]) -> list[int]:

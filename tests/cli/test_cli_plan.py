@@ -120,7 +120,7 @@ def test_a_plan_for_a_bucket_has_objects_that_a_bucket_takes(here: HereInstead) 
         ((*BY_HAND, "--n", "0"), "--n must be at least 1, got 0."),
         ((*BY_HAND, "--step", "0"), "step_s must be more than 0, got step_s=0.0."),
         ((*BY_HAND, "--wire", "int2"), "wire must be one of fp32, bf16, int8, int4, top8, got wire='int2'."),
-        ((*BY_HAND, "--mean-wire", "top8"), "mean_wire must be one of fp32, bf16, int8, int4, got mean_wire='top8'."),
+        ((*BY_HAND, "--mean-wire", "top8"), "mean_wire must be one of fp32, bf16, int8, int4, each, got"),
         ((*BY_HAND, "--inner-steps", "50", "--fragments", "3"), "got inner_steps=50 and fragments=3."),
         ((*BY_HAND, "--fragments", "0"), "fragments must be at least 1, got fragments=0."),
         ((*BY_HAND, "--inner-steps", "50", "--steps", "20"), "steps must be at least inner_steps"),

@@ -30,6 +30,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "int4 in the seal": {"wire": "int4", "mean_wire": "int4", "limits": Limits(block_elements=600)},
     "top8, means int4": {"wire": "top8", "limits": SHARDED, "fragments": 2},
     "top8 in the seal": {"wire": "top8", "mean_wire": "fp32", "total_steps": 12},
+    "top8, each": {"wire": "top8", "mean_wire": "each", "limits": SHARDED, "fragments": 2},
+    "int8, each, clip": {"wire": "int8", "mean_wire": "each", "robust": "clip", "uneven": 20.0},
     "clip, int8": {"wire": "int8", "limits": SHARDED, "robust": "clip", "uneven": 20.0},
     "clip, top8 in the seal": {"wire": "top8", "robust": "clip", "uneven": 20.0},
     "signed": {"wire": "int8", "key": b"the key of a run", "limits": SHARDED},

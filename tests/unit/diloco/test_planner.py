@@ -104,6 +104,7 @@ def test_a_small_round_has_one_phase() -> None:
         ("int4", None, 0.53125 + (1 + 1 / 64) / 8),
         ("int4", "bf16", 0.53125 + 2 / 8),
         ("top8", None, 388 / 4096 + 0.53125 / 8),
+        ("top8", "each", 388 / 4096),
     ],
 )
 def test_a_wire_decides_the_bytes_that_are_sent(wire: str, mean_wire: str | None, up: float) -> None:
@@ -159,7 +160,9 @@ def test_top8_is_proposed_only_where_steps_would_wait_and_only_for_many_short_ro
     slow = Workload(params=10**7, n=4, step_s=0.1, link=Link(up=5e6, down=5e6, latency_s=0.02), steps=2000)
     plan = choose(slow, inner_steps=20)
     assert not choose(slow, wires=("int4",), inner_steps=20).has_room
-    assert (plan.choice.wire, plan.choice.resolved_mean_wire) == ("top8", "int4")
+    assert (plan.choice.wire, plan.choice.resolved_mean_wire) == ("top8", "each")
+    many = choose(replace(slow, n=8), inner_steps=20)
+    assert (many.choice.wire, many.choice.resolved_mean_wire) == ("top8", "int4")
     others = {
         "a short run": choose(replace(slow, steps=1000), inner_steps=20),
         "a run of unknown length": choose(replace(slow, steps=None), inner_steps=20),
@@ -183,6 +186,15 @@ def test_a_round_is_small_only_if_its_mean_is_small_too() -> None:
         layout = Layout(elements, Limits(), WIRES["top8"], WIRES["int4"])
         cost = cost_of_round(elements, 4, "top8", None, Link(up=1, down=1, latency_s=1), Processor())
         assert layout.is_small == (elements < 7_500_000) == (cost.requests_s == 10), elements
+
+
+def test_a_round_without_stored_means_moves_contributions_alone() -> None:
+    job = Workload(params=10**8, n=4, step_s=1.0, link=Link(up=1e6, down=1e6, latency_s=0.05))
+    cost = round_cost(job, Choice(inner_steps=20, wire="top8", mean_wire="each"))
+    sent = 10**8 * 388 / 4096
+    assert (cost.up, cost.down) == (pytest.approx(sent), pytest.approx(3 * sent))
+    dense = round_cost(job, Choice(inner_steps=20, wire="fp32"))
+    assert cost.up + cost.down < 0.036 * (dense.up + dense.down)
 
 
 def test_given_values_are_not_replaced_by_the_plan() -> None:
@@ -222,7 +234,7 @@ def test_short_rounds_and_short_runs_get_the_outer_settings_that_measured_best(
         ({"link": replace(BUCKET, up=-1.0)}, {}, "up must be more than 0, got up=-1.0."),
         ({"link": replace(BUCKET, latency_s=-1.0)}, {}, "latency_s must be at least 0, got latency_s=-1.0."),
         ({}, {"wires": ("int2",)}, "wire must be one of fp32, bf16, int8, int4, top8, got wire='int2'."),
-        ({}, {"mean_wire": "top8"}, "mean_wire must be one of fp32, bf16, int8, int4, got mean_wire='top8'."),
+        ({}, {"mean_wire": "top8"}, "mean_wire must be one of fp32, bf16, int8, int4, each, got mean_wire='top8'."),
         ({}, {"inner_steps": 50, "fragments": 3}, "got inner_steps=50 and fragments=3."),
         ({}, {"inner_steps": 10, "overlap_steps": 10}, "from 0 to inner_steps / fragments - 1 = 9"),
         ({"steps": 5}, {"inner_steps": 10}, "steps must be at least inner_steps, got steps=5 and inner_steps=10."),
@@ -273,7 +285,7 @@ def test_no_plan_for_a_bucket_has_an_object_that_a_bucket_does_not_take(
         assert least > (MANY_FRAGMENTS[-1] if fragments is None else fragments)
         choice = choose(job, wires=wires, mean_wire=mean_wire, fragments=least).choice
     elements = math.ceil(params / choice.fragments)
-    layout = Layout(elements, Limits(), WIRES[choice.wire], WIRES[choice.resolved_mean_wire])
+    layout = Layout(elements, Limits(), WIRES[choice.wire], MEAN_WIRES[choice.resolved_mean_wire])
     shards = [layout.shard(shard, layout.n_shards(job.n)) for shard in range(layout.n_shards(job.n))]
     assert layout.size_bytes <= MAX_PUT_BYTES
     assert all(shard.mean_bytes <= MAX_PUT_BYTES for shard in shards)
