@@ -33,11 +33,22 @@ install: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "replicas needs Python 3.11 or later; $(PYTHON) is older. Try: make PYTHON=python3.12 …"; exit 1; }
+	@echo "The packages of this project go into .venv. With PyTorch they are several GB, so this takes some minutes."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: install
+# The demo needs PyTorch alone, and `make install` everything that tests need. So a first look does not wait for both.
+.venv/.demo: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "replicas needs Python 3.11 or later; $(PYTHON) is older. Try: make PYTHON=python3.12 demo"; exit 1; }
+	@test -e .venv/.installed || { \
+		echo "PyTorch and this project go into .venv: up to 6 GB, once."; \
+		$(PYTHON) -m venv .venv && \
+		$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[diloco]'; }
+	@touch $@
+
+demo: .venv/.demo
 	$(BIN)/replicas launch --n 4
 
 lint: install

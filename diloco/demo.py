@@ -253,7 +253,8 @@ def train(
         "bytes_up": sum(r.bytes_up for r in reports),
         "bytes_down": sum(r.bytes_down for r in reports),
     }
-    print(f"done: {steps} steps, {diloco.rounds} rounds in {seconds:.1f} s", flush=True)
+    device = next(model.parameters()).device
+    print(f"done: {steps} steps, {diloco.rounds} rounds in {seconds:.1f} s on the device {device}", flush=True)
     last_ranks = reports[-1].ranks if reports else (replica.rank,)
     if replica.rank in (0, min(last_ranks)):
         if math.isnan(before):

@@ -12,7 +12,6 @@ processes looks to the run like a replica of one process.
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -32,7 +31,7 @@ from xxhash import xxh3_64_intdigest
 from diloco.errors import ContributionError, DiLoCoError
 from diloco.fragments import Fragment
 from diloco.tensor_names import WRAPPERS, by_clean_name, find_tensor, is_dtensor
-from executors.process import shared_file
+from executors.process import close_shared_file, shared_file
 
 WORD_LENGTH = 12
 ALL = -1
@@ -318,7 +317,7 @@ class Members:
         return _tree_with(self.model, whole)
 
     def _shared_memory(self, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return memory that all members share. No file has a name, so nothing is left behind by a killed process."""
+        """Return memory that all members share. On Linux the file has no name, so none is left behind."""
         descriptor, path = shared_file(size) if self.is_leader else (-1, "")
         path = self.broadcast(path)
         try:
@@ -328,7 +327,7 @@ class Members:
             mapped, problem = None, str(error)
         problems = self.exchange(problem)  # this exchange also waits until all members have mapped the memory
         if descriptor >= 0:
-            os.close(descriptor)
+            close_shared_file(descriptor, path)
         for member, found in enumerate(problems):
             if found is not None:
                 raise DiLoCoError(

@@ -142,7 +142,7 @@ class Workload:
     steps: int | None = None
     """The number of inner steps of the run. None: not known."""
     most_bytes: float = inf
-    """The size of the largest object that the store accepts."""
+    """The size of the largest object that the store accepts, in bytes."""
 
     def __post_init__(self) -> None:
         for name, value, least in (("params", self.params, 1), ("n", self.n, 1), ("steps", self.steps, 1)):

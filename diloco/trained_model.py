@@ -123,7 +123,7 @@ def read_model(
 
     Args:
         source: the run.
-        step: use the newest round at or before this step of the run. None: the newest round.
+        step: the step of the run. The newest round at or before it is used. None: the newest round.
         rounds: use the state after this number of rounds, or the newest before it. None: the newest.
         dtype: "live": each tensor has the dtype that it has in the model. "float32": the anchor without conversion.
         outer_optimizer: the run's own outer optimizer, if it has one. Without it, only the rounds of snapshots are
@@ -183,7 +183,7 @@ def read_state(
 
     Args:
         source: the run.
-        step: use the newest round at or before this step of the run. None: the newest round.
+        step: the step of the run. The newest round at or before it is used. None: the newest round.
         rounds: use the state after this number of rounds, or the newest before it. None: the newest.
         outer_optimizer: the run's own outer optimizer, if it has one. Without it, only the rounds of snapshots are
             available.

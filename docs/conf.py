@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from sphinx.application import Sphinx
 
+from docs.generate.column_names import with_column_names
 from docs.generate.llms import write_texts
 from docs.generate.pages import write_pages
 
@@ -51,5 +53,11 @@ def _write_texts(app: Sphinx, error: Exception | None) -> None:
         write_texts(sorted(app.env.found_docs), Path(app.srcdir), Path(app.outdir))
 
 
+def _name_columns(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: object) -> None:
+    if "body" in context:
+        context["body"] = with_column_names(context["body"])
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("html-page-context", _name_columns)
     app.connect("build-finished", _write_texts)

@@ -809,7 +809,7 @@ def affordable_s(backend: Backend, n: int, gpu: str | None, max_cost: float) -> 
     price = backend.price_per_hour(gpu)
     if not price:
         raise BackendError(
-            f"Backend {backend.backend_name!r} has no prices for this, so max_cost={max_cost:g} (--max-cost) cannot be "
-            "enforced. Use timeout (--timeout) instead."
+            f"Backend {backend.backend_name!r} has no price for these replicas, so max_cost={max_cost:g} (--max-cost) "
+            "cannot be enforced. Use timeout (--timeout) instead."
         )
     return max_cost / (price * n) * 3600

@@ -50,7 +50,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ` Did you mean 'z'?` with the most similar known name, or an empty text if no name is similar."""
-    import difflib  # here, because few commands need it
+    import difflib  # imported only here, because few commands need the module
 
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
@@ -90,21 +90,42 @@ def _without_fields(kind: type[Exception], args: tuple[Any, ...]) -> Exception:
 
 
 class HangError(BaseException):
-    """Raised in the entrypoint of a replica that made no progress within its limit, so that `finally` blocks run."""
+    """Raised in the entrypoint of a replica that made no progress within its limit, so that `finally` blocks run.
+
+    Cause: a step, a call of the network or a lock took longer than the limit, or the code reported no progress.
+
+    Remedy: `with replica.section("evaluate", limit_s=600):` for long work, or a larger `--hang-timeout`. `replicas
+    logs RUN --stacks` shows where the replica was.
+    """
 
     outcome_reason: ClassVar[str] = "hang"
 
 
 class BackendError(ReplicasError):
-    """The backend cannot be used."""
+    """The backend cannot be used.
+
+    Cause: for example a missing account, a refused option, or a service that does not answer.
+
+    Remedy: the message names it. `replicas doctor --backend NAME` checks the backend.
+    """
 
 
 class UnknownBackendError(BackendError, LookupError):
-    """No backend has this name."""
+    """No backend has this name.
+
+    Cause: a misspelled name, or a package with the backend that is not installed.
+
+    Remedy: `replicas backends` lists the names. For your own class use `package.module:Class`.
+    """
 
 
 class MissingDependencyError(BackendError, ImportError):
-    """A backend or store needs a package that is not installed."""
+    """A backend or store needs a package that is not installed.
+
+    Cause: the extra of that backend or store was not installed.
+
+    Remedy: the line with `pip install` in the message.
+    """
 
 
 def install_command(extra: str) -> str:
@@ -116,7 +137,7 @@ def install_command(extra: str) -> str:
         extra: the name of the extra in `pyproject.toml`, such as `modal`.
 
     Example:
-        install_command("modal")  # "pip install 'modal<2,>=1.6'"
+        install_command("modal")  # "pip install 'modal<2,>=1.6.3'"
     """
     import shlex
 
@@ -187,6 +208,10 @@ def _package_name(requirement: str) -> str:
 class LaunchError(BackendError):
     """The backend refused to start a replica. The replicas that had already started were cancelled.
 
+    Cause: the service has no such GPU or no room, the account lacks a right, or `launch` was cancelled.
+
+    Remedy: the message has the words of the service. `--min-replicas M` starts with fewer replicas.
+
     Args:
         message: the reason.
         rank: the rank that could not be started. None: no single rank is the reason.
@@ -203,6 +228,10 @@ class LaunchError(BackendError):
 class MaxCostSpentError(LaunchError):
     """The ranks have already run for the time that the run's `max_cost` pays for. Nothing was started.
 
+    Cause: a `resume` or a restart of ranks whose share of `--max-cost` is used up.
+
+    Remedy: begin a new run with a limit of its own. `replicas resume RUN --from-snapshot` does that.
+
     Args:
         message: the reason.
         ranks: the ranks whose time is used up.
@@ -214,51 +243,106 @@ class MaxCostSpentError(LaunchError):
 
 
 class EntrypointError(ReplicasError):
-    """The entrypoint cannot be found, imported, called with these arguments, or shipped."""
+    """The entrypoint cannot be found, imported, called with these arguments, or shipped.
+
+    Cause: a misspelled file or function, or code that does not import.
+
+    Remedy: the message names the entrypoint and the first problem. All errors of entrypoints are subclasses.
+    """
 
 
 class EntrypointImportError(EntrypointError, ImportError):
-    """The entrypoint's module or function cannot be found or imported."""
+    """The entrypoint's module or function cannot be found or imported.
+
+    Cause: the file or module does not exist in this folder, has no such function, or raises while it is imported.
+
+    Remedy: run `python FILE` in the same folder. Start the launch in the folder of the code.
+    """
 
 
 class EntrypointArgumentsError(EntrypointError, TypeError):
-    """The entrypoint does not take these arguments, or they cannot be sent to replicas."""
+    """The entrypoint does not take these arguments, or they cannot be sent to replicas.
+
+    Cause: an `--arg` that the function does not have, a missing one, a value of another type, or an object that has
+    no JSON form.
+
+    Remedy: compare the names with the signature of the function.
+    """
 
 
 class ResultError(ReplicasError, TypeError):
-    """The entrypoint's result is not a JSON value. The message names the path."""
+    """The entrypoint's result is not a JSON value. The message names the path.
+
+    Cause: the function returned a tensor, an object, or a key that is not a text.
+
+    Remedy: return plain numbers, texts, lists and dicts. Save anything else with `replica.save_artifact`.
+    """
 
     outcome_reason = "result_not_serializable"
 
 
 class RunExistsError(ReplicasError):
-    """The chosen run id is taken."""
+    """The chosen run id is taken.
+
+    Cause: an earlier launch used the same `--run-id` in this store.
+
+    Remedy: choose another id, leave `--run-id` out, or delete the old run with `replicas rm RUN`.
+    """
 
 
 class RunNotFoundError(ReplicasError):
-    """No run with this id is known here."""
+    """No run with this id is known here.
+
+    Cause: a misspelled id, another store, or a run that was removed.
+
+    Remedy: `replicas ls` lists the runs. For a run elsewhere give its address, as in `s3://bucket/runs/RUN`.
+    """
 
 
 class RunBeingRemovedError(RunNotFoundError):
-    """The removal of the run has begun. Another `replicas rm` finishes a removal that was interrupted."""
+    """The removal of the run has begun. Another `replicas rm` finishes a removal that was interrupted.
+
+    Cause: `replicas rm` is at work, or was interrupted.
+
+    Remedy: `replicas rm RUN` again.
+    """
 
 
 class AlreadyResumedError(ReplicasError):
     """Another process has already begun the attempts that this process wanted to resume. This process started
     nothing.
+
+    Cause: two processes or users resumed the run at the same time.
+
+    Remedy: none is needed. `replicas status RUN` shows the new attempts.
     """
 
 
 class UntrustedTaskError(ReplicasError):
-    """Another machine launched the run, so only the store describes it. Nothing was started."""
+    """Another machine launched the run, so only the store describes it. Nothing was started.
+
+    Cause: the run is not signed, and this machine has no record of its code.
+
+    Remedy: copy `task_digest` from `replicas status RUN --json` on the launching machine, and give it as
+    `--task-digest`. `--trust-bucket` skips the check.
+    """
 
 
 class UnknownHandleError(ReplicasError):
-    """The handle names a replica that was never launched."""
+    """The handle names a replica that was never launched.
+
+    Cause: the handle is damaged, or belongs to another backend or account.
+
+    Remedy: use `run.handles`, or `attach(RUN)` in a new process.
+    """
 
 
 class ReplicaError(ReplicasError):
     """A launched replica gave no result.
+
+    Cause: the subclass names it.
+
+    Remedy: `replicas logs RUN --rank N` shows the output of the replica.
 
     Args:
         message: the reason, with the traceback of the replica if it has one.
@@ -275,23 +359,47 @@ class ReplicaError(ReplicasError):
 
 
 class ReplicaFailedError(ReplicaError):
-    """The replica's function raised, or ended without a result."""
+    """The replica's function raised, or ended without a result.
+
+    Cause: an exception, an exit code other than 0, or a result that is not JSON.
+
+    Remedy: the message has the traceback. Correct the code, then launch again, or use `replicas resume RUN`.
+    """
 
 
 class ReplicaLostError(ReplicaError):
-    """The replica vanished: killed, evicted, preempted."""
+    """The replica vanished: killed, evicted, preempted.
+
+    Cause: the machine or container is gone, or a signal ended the process, as when memory is full.
+
+    Remedy: `replicas resume RUN`, or launch with `--restarts 3`.
+    """
 
 
 class ReplicaCancelledError(ReplicaError):
-    """The replica was cancelled."""
+    """The replica was cancelled.
+
+    Cause: `replicas cancel`, Ctrl-C, or an attached run that no process watches.
+
+    Remedy: `replicas resume RUN` continues it.
+    """
 
 
 class ReplicaTimeoutError(ReplicaError, TimeoutError):
-    """The replica ran into its time limit."""
+    """The replica ran into its time limit.
+
+    Cause: the replica ran for as long as `--timeout` allows.
+
+    Remedy: `replicas resume RUN` with a larger `--timeout`.
+    """
 
 
 class StoreError(ReplicasError):
     """A request to a store failed.
+
+    Cause: the network, the rights of the credentials, or a service that is away.
+
+    Remedy: `replicas doctor --rendezvous URL` checks the store. Replicas wait for a store that is away.
 
     Args:
         message: the reason.
@@ -316,22 +424,44 @@ class StoreError(ReplicasError):
 
 
 class UnwritableStoreError(StoreError):
-    """The store cannot be written: access is read-only, no space is left, or the credentials have expired."""
+    """The store cannot be written: access is read-only, no space is left, or the credentials have expired.
+
+    Cause: as the message says.
+
+    Remedy: free space, or give rights and credentials that can write.
+    """
 
     outcome: Outcome | None = None
     """The outcome that could not be recorded, if the failed write was the end of an attempt. Otherwise None."""
 
 
 class KeyNotFoundError(StoreError, FileNotFoundError):
-    """No object exists under this key. (`FileNotFoundError`, because the `str` of a `KeyError` is a repr.)"""
+    """No object exists under this key. (`FileNotFoundError`, because the `str` of a `KeyError` is a repr.)
+
+    Cause: the object was never written, or was deleted meanwhile.
+
+    Remedy: none in most cases, because callers expect it. A run whose objects are missing needs `replicas resume RUN
+    --from-snapshot`.
+    """
 
 
 class CorruptObjectError(StoreError):
-    """An object exists, but its content is damaged or has a wrong form."""
+    """An object exists, but its content is damaged or has a wrong form.
+
+    Cause: another program wrote into the store, a disk is damaged, or another version wrote the run.
+
+    Remedy: the message names the key. `replicas resume RUN --from-snapshot` begins at the newest snapshot that is
+    whole.
+    """
 
 
 class UnsafeStoreError(StoreError):
-    """`put_if_absent` is not atomic in this store, so processes cannot use it to agree on anything."""
+    """`put_if_absent` is not atomic in this store, so processes cannot use it to agree on anything.
+
+    Cause: the service ignores `If-None-Match`, or a network file system is mounted without atomic creation.
+
+    Remedy: use another store. `replicas doctor --rendezvous URL` tests one.
+    """
 
 
 class ReplicasWarning(UserWarning):

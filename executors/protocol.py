@@ -235,7 +235,7 @@ class MemberEnd:
     pid: int
     """The number of the process at its machine."""
     exit_code: int | None = None
-    """The exit status; minus the signal's number when a signal ended the process."""
+    """The exit status; minus the signal's number when a signal ended the process. None: it is not known."""
     signal: str | None = None
     """The signal that ended the process, as in "SIGKILL". None: no signal did."""
     error: str | None = None

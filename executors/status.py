@@ -551,6 +551,20 @@ class FoundWarning:
         return {"text": self.text, "at": self.at, "rank": self.rank, "attempt": self.attempt, "count": self.count}
 
 
+def begins_with_rank(text: str, ranks: Collection[int | None]) -> bool:
+    """Return True if a warning of one rank begins with this rank, as in `Rank 1: …`. It needs no second name before it.
+
+    Args:
+        text: the warning.
+        ranks: the ranks that have this warning.
+
+    Example:
+        begins_with_rank("Rank 1: 3 inner steps are dropped", {1})
+    """
+    begins = tuple(f"rank {each}{end}" for each in ranks for end in (" ", ":"))
+    return len(ranks) == 1 and text.lower().startswith(begins)
+
+
 def describe_warnings(found: Sequence[FoundWarning], n: int, reference: str) -> str:
     """Return one line with the number of warnings of a run: `3 warnings, the first: rank 2: …; replicas events RUN`.
 
@@ -563,7 +577,7 @@ def describe_warnings(found: Sequence[FoundWarning], n: int, reference: str) -> 
     """
     first = min(found, key=lambda each: each.at)
     ranks = {each.rank for each in found if each.text == first.text and each.rank is not None}
-    whose = f"{name_ranks(ranks)}: " if ranks and not first.text.startswith(f"rank {first.rank} ") else ""
+    whose = "" if begins_with_rank(first.text, ranks) else f"{name_ranks(ranks)}: " if ranks else ""
     text = first.text.rstrip(".")
     text = text if len(text) <= MAX_WARNING else f"{text[: MAX_WARNING - 1]}…"
     begin = "1 warning: " if n == 1 else f"{n} warnings, the first: "

@@ -83,7 +83,7 @@ def lines_of(name: str) -> frozenset[str]:
 def is_of_the_night(test: str) -> bool:
     """Return True if only `make test-all` runs a test.
 
-    `make test` has one scene for each promise, all contracts, and whatever is quick. `night.txt` names a scene that
+    `make test` has one scene for each promise, all contracts, and all quick tests. `night.txt` names a scene that
     takes more than about two seconds and shows a further side of a promise. `night.txt` also names a test that shows
     one promise for many parameters. `day.txt` then names the parameters that `make test` keeps.
 
@@ -94,7 +94,7 @@ def is_of_the_night(test: str) -> bool:
     return test in night or (test.partition("[")[0] in night and test not in lines_of("day.txt"))
 
 
-# huggingface_hub reads these when it is imported: none of the user's own, and no token of theirs.
+# huggingface_hub reads these variables when it is imported. The tests must not use the user's settings or token.
 for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING_FACE_", "HUGGINGFACE_"))]:
     os.environ.pop(name)
 os.environ["KUBECONFIG"] = "/nonexistent/kubeconfig"
@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what was imported is no garbage: to look through it takes a tenth of a second each time
+    gc.freeze()  # imported objects are never garbage, and each search through them takes a tenth of a second
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +124,7 @@ def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def _modules_of_a_test_go_with_it(tmp_path: Path) -> Iterator[None]:
-    """Forget what was imported from the test's own folder: the next test may have another file of that name."""
+    """Forget the modules from the test's own folder, because the next test may have another file of the same name."""
     yield
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None)).startswith(f"{tmp_path}/"):
@@ -139,7 +139,7 @@ def _one_torch_thread() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_wait_of_the_test_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a process wait for nothing at first: a thread of an earlier test may wait for its store for minutes."""
+    """Remove all waits from this process, because a thread of an earlier test may wait for its store for minutes."""
     monkeypatch.setattr(waits, "_all", {})
     monkeypatch.setattr(waits, "_reported_at", -math.inf)
     monkeypatch.setattr(waits, "report", Waits().report)
@@ -147,7 +147,9 @@ def _no_wait_of_the_test_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_key_of_the_test_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a process hold no key at first: tests use the same bucket and run ids, and a held key makes a run signed."""
+    """Remove all keys from this process, because tests use the same bucket and run ids, and a held key makes a run
+    signed.
+    """
     monkeypatch.setattr(run_key, "_held", {})
 
 
@@ -192,7 +194,7 @@ def _moto_server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the credentials that the servers accept, and hide those of the user."""
+    """Set the credentials that the servers accept, and hide the user's own credentials."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in CREDENTIALS.items():
@@ -211,21 +213,21 @@ def s3(_small_server: S3Server, s3_credentials: None) -> S3Server:
 
 @pytest.fixture
 def moto(_moto_server: S3Server, s3_credentials: None) -> S3Server:
-    """One empty bucket at moto, which knows more of S3 and takes milliseconds for each request."""
+    """One empty bucket at moto, which implements more of S3 and needs milliseconds for each request."""
     _moto_server.empty()
     return _moto_server
 
 
 @pytest.fixture
 def hub() -> Iterator[HubServer]:
-    """A Hugging Face Hub with no jobs yet. It ends all of them with the test."""
+    """A Hugging Face Hub with no jobs yet. All its jobs are ended at the end of the test."""
     with hub_server() as server:
         yield server
 
 
 @pytest.fixture
 def hf(hub: HubServer, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubServer:
-    """The Hub, with all that a user of it has: a token, a rendezvous, and a folder with `job.py` to launch from."""
+    """The Hub, with everything that a user needs: a token, a rendezvous, and a folder with `job.py` to launch from."""
     for name, value in {**hub.environment, "REPLICAS_RENDEZVOUS": s3.url("runs")}.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "work").mkdir()
@@ -258,7 +260,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machin
 
 @pytest.fixture
 def modal_cloud() -> Iterator[ModalServer]:
-    """A Modal control plane of the test's own, at which the SDK of this process and its children is pointed."""
+    """A Modal control plane for this test, which the SDK of this process and its children uses."""
     from servers.modal.server import modal_server
 
     with modal_server() as server, server.used_by_the_sdk():
@@ -314,7 +316,7 @@ def slurm_commands(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def k8s(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    """An API server of the test's own, and all that a user of it has: a kubeconfig, a rendezvous, and a folder."""
+    """An API server for this test, with everything that a user needs: a kubeconfig, a rendezvous, and a folder."""
     from servers.kubernetes.server import api_server
 
     (tmp_path / "work").mkdir()

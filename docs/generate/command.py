@@ -91,7 +91,21 @@ def _plain(text: str) -> str:
 
 
 def _cell(text: str | None) -> str:
-    return _plain(" ".join((text or "").split()))
+    return with_option_names(_plain(" ".join((text or "").split())))
+
+
+def with_option_names(text: str) -> str:
+    """Return a help text in which each option is code. A terminal needs no marks, and a page would break the dashes.
+
+    Args:
+        text: the help text, as Markdown.
+
+    Example:
+        with_option_names("Needs --restarts.")  # "Needs `--restarts`."
+    """
+    parts = re.split(r"(`[^`]*`)", text)
+    parts[::2] = [re.sub(r"(?<![\w-])(--[a-z](?:[a-z-]*[a-z])?)(?![\w-])", r"`\1`", part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def settings_page() -> str:

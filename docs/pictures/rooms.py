@@ -23,8 +23,8 @@ ROOMS = (
     ("executors/restarts/", "rules, decision log"),
     ("executors/worker/", "the process of a rank"),
     ("diloco/outer.py", "the loop calls it"),
-    ("diloco/training_side.py", "work to send, merge"),
-    ("diloco/round_runner.py", "one round"),
+    ("rendezvous/training_side.py", "work to send, merge"),
+    ("rendezvous/round_runner.py", "one round"),
     ("diloco/rendezvous/", "the protocol"),
     ("executors/store/", "directory or bucket"),
 )

@@ -40,7 +40,7 @@ OUTPUT_TAIL_LINES = 200  # lines to ask a service for, if a replica left no outc
 MAX_OUTCOME_BYTES = 32 << 20
 MAX_ERROR = 1 << 20  # characters
 MAX_PLACE = 1000  # characters
-MAX_WARNINGS = 64  # different texts of one attempt
+MAX_WARNINGS = 64  # the most different warnings of one attempt
 MAX_KEY = 1000  # characters
 OBJECT_OF_ROUND = re.compile(
     r"[a-z0-9][a-z0-9-]{0,39}/diloco/(?!\.{1,2}/)[^/\x00-\x1f\x7f]{1,200}/(?:r\d+/(?:contribution|mean)|seal|snapshot)/\d+"

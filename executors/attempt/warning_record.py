@@ -29,7 +29,7 @@ MOMENT = number(LONG_AGO, FAR_AHEAD)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptWarning(Record):
+class RecordedWarning(Record):
     """One warning of an attempt, with the number of times that it came."""
 
     text: str = checked(text(MAX_CHARACTERS))
@@ -41,19 +41,19 @@ class KeptWarning(Record):
     """How often the warning came."""
 
 
-def _some(value: Any) -> Sequence[KeptWarning]:
+def _some(value: Any) -> Sequence[RecordedWarning]:
     """Parse a list of at most `MAX_WARNINGS` warnings."""
-    found = list_of(nested(KeptWarning))(value)
+    found = list_of(nested(RecordedWarning))(value)
     if len(found) > MAX_WARNINGS:
         raise ValueError(f"a list of at most {MAX_WARNINGS}")
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptWarnings(Record):
+class RecordedWarnings(Record):
     """The warnings of one attempt so far."""
 
-    warnings: Sequence[KeptWarning] = checked(_some)
+    warnings: Sequence[RecordedWarning] = checked(_some)
     """The warnings, in the order in which their texts first appeared."""
     left_out: int = checked(integer(0, MAX_COUNT), 0)
     """The number of further warnings, whose texts are only in the log."""

@@ -74,7 +74,7 @@ class InlineExecutor(Backend):
         if settings.n != 1:
             raise ValueError(
                 f"n must be 1 on the backend 'inline', which runs one replica in this process, got n={settings.n}. "
-                "For more, use another backend: local on Linux, or a cloud backend such as modal or hf."
+                "For more, use another backend: local, or a cloud backend such as modal or hf."
             )
         for name, value in (("gpu", settings.gpu), ("timeout", settings.timeout)):
             if value is not None:

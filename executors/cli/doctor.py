@@ -94,11 +94,17 @@ def doctor(
     if not as_json:
         for name, value in facts.items():
             output.print(f"{'':5}  {name:<16}  {value}", "dim")
-    for finding in itertools.chain(
+    checks = itertools.chain(
         _check_packages(),
         _check_machine(is_local=backend == "local"),
         _check_backend(backend, options, rendezvous, gpu, probe),
-    ):
+    )
+    while True:
+        # A check makes its result only when the next one is asked for. A backend may take half a minute, a probe more.
+        with output.busy("Checking"):
+            finding = next(checks, None)
+        if finding is None:
+            break
         findings.append(finding)
         if not as_json:
             mark = (f"{finding.state:<5}", STYLES[finding.state])

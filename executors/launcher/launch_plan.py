@@ -71,9 +71,11 @@ class DryRunDocument(TypedDict):
     usd_per_hour: float | None
     """The price of all replicas, in US dollars per hour. Null: not known."""
     run_record: dict[str, Any]
-    """The record of the run, as it would be stored."""
+    """The record of the run, as it would be stored. `settings` has one field for each setting, such as `procs`: the
+    number of processes of each replica, null for one."""
     task_record: dict[str, Any]
-    """The record of the task, as it would be stored."""
+    """The record of the task, as it would be stored. `entrypoint` names a function or script. Without it, `command` has
+    the words of a command."""
     request: dict[str, Any]
     """The request to the backend. With several backends: a request for each, by name."""
 
@@ -228,7 +230,9 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     given = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
     placements = as_placements(given, request.settings.n)
     if request.settings.min_replicas is None and request.settings.gather_s != GATHER_S:
-        raise ValueError("gather_s= (--gather) waits for what min_replicas= can do without: give both.")
+        raise ValueError(
+            "gather_s= (--gather) has an effect only with min_replicas= (--min-replicas). Give both, or remove it."
+        )
     request = resolved(request)
     settings = request.settings
     rendezvous, timeout = request.rendezvous, settings.timeout

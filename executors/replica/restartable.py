@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -53,7 +54,8 @@ def restartable(
     Returns: the decorator. The decorated function has the name and the signature of the function.
 
     Raises:
-        TypeError: a hook is not a function, or the decorator was written without parentheses.
+        TypeError: a hook is not a function, the decorator was written without parentheses, or the decorated object is
+            not a plain function.
 
     Example:
         @restartable(finalize=lambda replica: cache.clear())
@@ -66,6 +68,8 @@ def restartable(
             raise TypeError(f"restartable({name}=…) takes a function, got {hook!r}.")
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        _check_plain(function)
+
         @functools.wraps(function)
         def entrypoint(*args: P.args, **kwargs: P.kwargs) -> T:
             return function(*args, **kwargs)
@@ -74,6 +78,29 @@ def restartable(
         return entrypoint
 
     return decorate
+
+
+def _check_plain(function: Any) -> None:
+    """Check that a decorated object is a function whose call runs its code.
+
+    The launch refuses async functions and generators, but it does not see them behind the decorator.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not callable(function) or isinstance(function, type):
+        raise TypeError(f"restartable() decorates a function, got {function!r}.")
+    kinds = (
+        ("async", inspect.iscoroutinefunction), ("async", inspect.isasyncgenfunction),
+        ("a generator", inspect.isgeneratorfunction),
+    )  # fmt: skip
+    for kind, is_one in kinds:
+        if is_one(function):
+            name = getattr(function, "__name__", repr(function))
+            raise TypeError(
+                f"restartable() decorates a plain function, and {name}() is {kind}, so a call would run none of its "
+                "code. Decorate a plain function that runs it, for example by asyncio.run()."
+            )
 
 
 def hooks_of(function: Any) -> RestartHooks | None:

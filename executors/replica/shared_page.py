@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from time import monotonic
 from typing import Any
 
-from executors.process import private_file
+from executors.process import openable_file, private_file, remove_openable
 
 TAIL_BYTES = 64 * 1024
 ATOMIC_LIMIT_S = 60.0  # `atomic` delays the end of a rank by at most this time
@@ -169,6 +169,9 @@ class SharedPage:
         """An exception that the rank raises when it leaves `atomic`."""
         self.knows_of_end = False
         """True if the rank has read that it must end."""
+        self.stacks_descriptor = -1
+        """This process's descriptor of the file for the rank's stacks, if both sides got it before the start. -1: the
+        rank makes the file, and its supervisor opens the file when it needs it."""
         self.stacks_file = -1
         self._begin()
 
@@ -199,7 +202,9 @@ class SharedPage:
         """Move the page into a file without a name. Return a descriptor, by which a new process opens the page."""
         if self._file >= 0:
             return os.dup(self._file)
-        file = private_file(self._memory[:])
+        return self._move(private_file(self._memory[:]))
+
+    def _move(self, file: int) -> int:
         self._memory = mmap.mmap(file, HEAD_BYTES + TAIL_BYTES)
         self._numbers = memoryview(self._memory)[:HEAD_BYTES].cast("d")
         self._file = os.dup(file)  # for the other members of a replica, which open this page, too
@@ -213,7 +218,18 @@ class SharedPage:
     def keep_file(self) -> None:
         """Move the page into a file without a name that stays open, so that other processes can open the page."""
         if self._file < 0:
-            os.close(self.share())
+            os.close(self._move(openable_file(self._memory[:])))
+
+    def remove_name(self) -> None:
+        """Remove the name that `keep_file` gave to the page's file, because no further process will open it by name."""
+        if self._file >= 0:
+            remove_openable(self._file)
+
+    def close_stacks(self) -> None:
+        """Close the supervisor's descriptor of the file for the stacks of an ended process."""
+        if self.stacks_descriptor >= 0:
+            os.close(self.stacks_descriptor)
+            self.stacks_descriptor = -1
 
     def close_file(self) -> None:
         """Close the descriptor of a page that no further process will open."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from executors.attempt import Attempt
 from executors.attempt.outcome import MAX_FIRST, MAX_WARNINGS
-from executors.attempt.warning_record import MAX_CHARACTERS, NAME, KeptWarning, KeptWarnings
+from executors.attempt.warning_record import MAX_CHARACTERS, NAME, RecordedWarning, RecordedWarnings
 from executors.errors import StoreError
 from executors.protocol import Standstill, WarningCount
 from executors.store.record_names import run_folder_was_deleted
@@ -57,7 +57,7 @@ class WarningLog:
         """Is called for each of the first texts, in the thread that warned. It wakes the thread that writes."""
         # Re-entrant: a signal handler that warns may interrupt the thread that holds it.
         self._lock = RLock()
-        self._kept: dict[str, KeptWarning] = {}
+        self._kept: dict[str, RecordedWarning] = {}
         self._of_place: Counter[str] = Counter()
         self._left_out = 0
         self._standstill: Standstill | None = None
@@ -122,7 +122,7 @@ class WarningLog:
         with self._lock:
             if self._due_at is None or not (is_last or self._clock() >= self._due_at):
                 return self._due_at is None
-            record = KeptWarnings(warnings=[*self._kept.values()], left_out=self._left_out)
+            record = RecordedWarnings(warnings=[*self._kept.values()], left_out=self._left_out)
             self._due_at = None  # before the write, so that a warning during the write is due again
         store = self._attempt.store
         # a late write would create the folder of the deleted run again
@@ -147,7 +147,7 @@ class WarningLog:
         elif len(self._kept) >= MAX_WARNINGS or (place and self._of_place[place] >= MAX_OF_PLACE):
             self._left_out += 1
         else:
-            self._kept[text] = KeptWarning(text=text, at=at, last_at=at, count=1)
+            self._kept[text] = RecordedWarning(text=text, at=at, last_at=at, count=1)
             self._of_place[place] += 1
             is_among_first = len(self._kept) <= N_AT_ONCE
             self._be_due(0.0 if is_among_first else NEW_S)

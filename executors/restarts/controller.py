@@ -33,8 +33,8 @@ class AttemptStarter(Protocol):
     """ "fork", "launch" or "spare:0"."""
 
     def may_start(self, rank: int) -> bool:
-        """Return True if this process can start the rank now, because it is the rank's supervisor or this supervisor
-        has ended.
+        """Return True if this process can start the rank now: it is the supervisor of the rank, or that supervisor has
+        ended.
         """
 
     def start(self, attempts: Mapping[int, int]) -> None:

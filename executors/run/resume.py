@@ -150,7 +150,7 @@ def resume(
         raise StoreError(f"Run {view.run_id!r} was aborted, which is final. Launch a new one.", url=view.store.url)
     if gather_s is not None and launched.settings.min_replicas is None:
         raise ValueError(
-            f"Run {view.run_id!r} was launched without min_replicas, so gather_s= (--gather) says nothing."
+            f"Run {view.run_id!r} was launched without min_replicas, so gather_s= (--gather) has no effect."
         )
     log = DecisionLog(view.store, view.run_id, key=spec_of(view, task, detach=detach).key)
     policy = (

@@ -349,7 +349,7 @@ class HangLimits:
             ) from None
         if not LEAST_S <= soft_s <= hard_s <= MAX_S:
             raise ValueError(
-                f"hang_timeout: the soft limit is at least {LEAST_S} s and at most the hard one, got {str(asked)!r}."
+                f"hang_timeout: the soft limit is at least {LEAST_S} s and at most the hard limit, got {str(asked)!r}."
             )
         return cls(soft_s, hard_s)
 

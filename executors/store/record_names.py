@@ -28,7 +28,9 @@ HEARTBEAT = "heartbeat.json"
 CANCEL = "cancel.json"
 """The marker that asks the attempt to end."""
 OUTCOME = "outcome.json"
-"""The end of the attempt: its status, and the result, or the reason and the traceback."""
+"""The end of the attempt: its status, and the result, or the reason and the traceback. For a replica of several
+processes, `members` has the end of each, and `member` names the first that failed. `goes_on` is true if the process
+stays for the next attempt."""
 SERVICE_REASON = "service.json"
 """The reason that the service gave for the end, if the outcome has only a signal."""
 REMOVAL = "removing.json"

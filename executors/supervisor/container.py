@@ -86,7 +86,7 @@ class ContainerSupervisor(Supervisor):
         self, spec: RunSpec, starter: ContainerStarter, *, timeout_s: float | None, term_grace_s: float, notice_s: float
     ) -> None:
         super().__init__(
-            spec, starter, max_parallel=1, timeout_s=timeout_s, term_grace_s=term_grace_s, launcher_pidfd=None
+            spec, starter, max_parallel=1, timeout_s=timeout_s, term_grace_s=term_grace_s, launcher_end=None
         )
         self._wakeups.signals += NOTICES
         self._notice_s = notice_s

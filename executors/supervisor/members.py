@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from executors.attempt import Attempt
 from executors.attempt.outcome import MAX_OUTCOME_BYTES, parse_outcome
 from executors.errors import CorruptObjectError
-from executors.process import private_file, signal_name
+from executors.process import SHARES_PORTS, private_file, signal_name
 from executors.protocol import MemberEnd, Outcome, ReplicaStatus
 from executors.replica.shared_page import SharedPage
 from executors.settings.procs import BY_GPU, BY_GPU_OR_ONE, gpus_asked
@@ -77,7 +77,7 @@ def reserve_port() -> socket.socket:
     """Return a socket that is bound to a free port and never listens.
 
     As long as it is open, the kernel gives the port to no other program. Torch's store binds it as well, because both
-    sockets have `SO_REUSEADDR` and only torch's listens.
+    sockets have `SO_REUSEADDR` and only torch's listens. macOS would refuse the second socket; see `MemberGroup`.
 
     Raises:
         OSError: this machine has no free port.
@@ -113,6 +113,8 @@ class MemberGroup:
         self.n = n
         self._reserved = reserve_port()
         self.port: int = self._reserved.getsockname()[1]
+        if not SHARES_PORTS:
+            self._reserved.close()  # from now on another program could take the port, as between torchrun's two steps
         self.end_files: list[int] = []
         try:
             for _ in range(n):
@@ -124,7 +126,8 @@ class MemberGroup:
     @property
     def descriptors(self) -> list[int]:
         """The descriptors that a forked process must close, except its own one."""
-        return [self._reserved.fileno(), *self.end_files] if self.end_files else []
+        reserved = [self._reserved.fileno()] if SHARES_PORTS else []
+        return [*reserved, *self.end_files] if self.end_files else []
 
     def place_of(self, number: int, leader_page: SharedPage) -> MemberPlace:
         """Return the place of one member.

@@ -19,7 +19,13 @@ from executors.process import private_file
 
 
 def start_python(
-    code: str, message: Mapping[str, Any], shares: Mapping[str, int], *, keeps: Iterable[int] = (), output: int = -1
+    code: str,
+    message: Mapping[str, Any],
+    shares: Mapping[str, int],
+    *,
+    keeps: Iterable[int] = (),
+    output: int = -1,
+    marks: Mapping[str, str] | None = None,
 ) -> int:
     """Start a new Python process that runs our code; return its pid.
 
@@ -31,6 +37,7 @@ def start_python(
         shares: descriptors that it uses, by name.
         keeps: descriptors that it only holds open, such as locks. Default: none.
         output: the descriptor for its stdout and stderr. -1, the default: stdout and stderr of this process.
+        marks: the variables from `mark_child`, if its descendants must be found. None, the default: it gets none.
 
     Raises:
         OSError: this machine cannot run another process.
@@ -46,7 +53,8 @@ def start_python(
     try:
         for descriptor in passed:
             os.set_inheritable(descriptor, True)
-        return os.posix_spawn(sys.executable, command, os.environ, file_actions=actions, setsigmask=())
+        environ = {**os.environ, **(marks or {})}
+        return os.posix_spawn(sys.executable, command, environ, file_actions=actions, setsigmask=())
     finally:
         for descriptor in passed:  # otherwise the next process that this process starts would inherit the descriptors
             os.set_inheritable(descriptor, False)

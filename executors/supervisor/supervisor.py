@@ -1,8 +1,9 @@
 """The supervisor: the parent process of one or more ranks, which starts and ends them and records their outcomes.
 
 It has one thread and a session of its own. The supervisor and each rank are subreapers. So when a rank ends, its child
-processes become children of the supervisor, which ends them, even if they have moved to another session. In an attached
-run, the supervisor watches the launcher, and ends the run when the launcher has ended.
+processes become children of the supervisor, which ends them, even if they have moved to another session. A system
+without subreapers finds them by their session and by a variable of their environment. In an attached run, the
+supervisor watches the launcher, and ends the run when the launcher has ended.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -57,8 +59,10 @@ class Supervisor:
         max_parallel: the number of ranks that run at the same time. The others wait.
         timeout_s: the time limit of each rank in seconds, from its own start. None: there is none.
         term_grace_s: seconds between SIGTERM and SIGKILL.
-        launcher_pidfd: a descriptor of the launcher's process, with which an attached run ends. None: the run is
-            detached.
+        launcher_end: a descriptor that is readable when the launcher has ended, with which an attached run ends. None:
+            the run is detached.
+        launcher_lives: returns False if the launcher has ended; see `Wakeups`. None, the default: the descriptor is
+            enough.
     """
 
     count_memory_kills = staticmethod(machine_memory_kills)
@@ -72,7 +76,8 @@ class Supervisor:
         max_parallel: int,
         timeout_s: float | None,
         term_grace_s: float,
-        launcher_pidfd: int | None,
+        launcher_end: int | None,
+        launcher_lives: Callable[[], bool] | None = None,
     ) -> None:
         self._starter = starter
         self._spec = spec
@@ -81,7 +86,7 @@ class Supervisor:
         self._memory_kills = self.count_memory_kills()
         self._classifier = ExitClassifier(spec.world_size, timeout_s, self._memory_kills)
         self._term_grace_s = term_grace_s
-        self._wakeups = Wakeups(launcher_pidfd)
+        self._wakeups = Wakeups(launcher_end, launcher_lives)
         self._store = store = impatient_store(spec.store_url, GLANCE.limit_s)
         hold_key(store.url, spec.run_id, spec.key)
         self._cancel_poller = CancelPoller(spec.store_url)
@@ -225,6 +230,8 @@ class Supervisor:
     def _start(self, attempt: Attempt) -> None:
         rank, n = attempt.rank, self._starter.count_members(attempt)
         before = self._pages.get(rank, [])
+        for page in before:
+            page.close_stacks()
         pages = [SharedPage(before[number] if number < len(before) else None) for number in range(n)]
         self._pages[rank] = pages
         for page in pages:
@@ -401,7 +408,7 @@ class Supervisor:
             idle = (each.pid for each in self._idle.values())
             spare = {*living, *idle, *self._copying, *self._stuck}
             if not spare >= set(children(os.getpid())):
-                kill_descendants(os.getpid(), spare=spare, limit_s=UNKILLABLE_S)
+                kill_descendants(os.getpid(), spare=spare, limit_s=UNKILLABLE_S, ended=(pid,))
             if has_ended:
                 self._conclude(running, running.exit_code)
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from executors.attempt.outcome import describe_end
 from executors.patience import ROUND
-from executors.process import Activity, activity, open_file_of, start_time
+from executors.process import HANG_SIGNAL, STACKS_SIGNAL, Activity, activity, open_file_of, start_time
 from executors.replica.shared_page import ATOMIC_LIMIT_S, STEPS, SharedPage
 from executors.settings.policy import DEFAULT_START_S, HangLimits
 from executors.settings.run_spec import RunSpec
 from executors.supervisor.activity import ActivityMeter
 from executors.worker.failure import is_users_file
-from executors.worker.watched import HANG_SIGNAL, STACKS_NAME, STACKS_SIGNAL
+from executors.worker.watched import STACKS_NAME
 
 N_TO_LEARN = 6  # intervals of a section that are needed before its idle limit is learned from them
 LONGEST_TIMES = 5.0  # a learned limit is this many times the longest interval so far
@@ -405,7 +405,11 @@ class Watchdog:
         if not is_able or (seen is not None and seen.is_stopped):
             return None
         try:
-            file = open_file_of(pid, int(self._page.stacks_file), STACKS_NAME)
+            file: int | None
+            if self._page.stacks_descriptor >= 0:
+                file = os.dup(self._page.stacks_descriptor)
+            else:
+                file = open_file_of(pid, int(self._page.stacks_file), STACKS_NAME)
             if file is None:
                 return None  # the user's code has closed the file, and opened another under the same number
             os.ftruncate(file, 0)

@@ -57,7 +57,7 @@ def _codes(value: Any, seen: set[int]) -> Iterator[CodeType]:
 
 
 def show_sources(sources: Mapping[str, Any]) -> None:
-    """Make tracebacks show these sources if there is no file of that name.
+    """Make tracebacks show these sources for files that do not exist on this machine.
 
     Args:
         sources: the text of each file, by its name.

@@ -22,6 +22,8 @@ LAST_LINES, FEW_LINES, MAX_LAST_WORDS = 12, 6, 300
 FRAME = " \t│╭╮╰╯─|+-"
 NAMED_ERROR = re.compile(r"(?i)\berror\b\W*\s\w")  # includes `train.py: error: …` of argparse and `ERROR: …` of fire
 MAX_MESSAGE = 10_000  # the characters of a message that are compared
+GENERATED = "<string>"
+"""The file of code that was made from a text, as by `exec` and `python -c`."""
 NOTEBOOK = ("/ipykernel_", "<ipython-input-")
 
 
@@ -128,7 +130,8 @@ def _place(trace: TracebackType | None) -> str | None:
     """Return the file and the line of the user's innermost frame. Deeper frames are in libraries."""
     found = None
     while trace is not None:
-        if _is_users(trace):
+        # Libraries make functions from texts, such as the `__init__` of a dataclass. A file of the user says more.
+        if _is_users(trace) and (found is None or trace.tb_frame.f_code.co_filename != GENERATED):
             found = trace
         trace = trace.tb_next
     if found is None:

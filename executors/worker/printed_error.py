@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterator
 
 from executors.process import signal_name
-from executors.worker.failure import is_users_file, shown_place
+from executors.worker.failure import GENERATED, is_users_file, shown_place
 
 HEAD = "Traceback (most recent call last):"
 TORCHRUN_REPORT = "torch/distributed/elastic/multiprocessing/api.py"
@@ -89,6 +89,8 @@ def place_in(traceback: str) -> str | None:
     """
     frames = [match for line in traceback.splitlines() if (match := FRAME.match(line))]
     users = [match for match in frames if is_users_file(match["file"])]
+    # Libraries make functions from texts, such as the `__init__` of a dataclass. A file of the user says more.
+    users = [match for match in users if match["file"] != GENERATED] or users
     return shown_place(users[-1]["file"], int(users[-1]["line"])) if users else None
 
 

@@ -12,7 +12,7 @@ import sys
 import time
 from importlib import metadata
 
-from executors.process import NVIDIA_DRIVER_FILE, usable_cores
+from executors.process import NVIDIA_DRIVER_FILE, gpu_of_system, usable_cores
 from executors.replica import BOOTSTRAP_S
 
 PACKAGES = ("torch", "numpy", "boto3", "modal", "huggingface_hub", "kubernetes")
@@ -72,7 +72,9 @@ def _version(package: str) -> str:
 def _gpus() -> str:
     names = [line.partition(" (UUID")[0] for line in nvidia_smi("--list-gpus")]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (", ".join(names) or "none") + ("" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})")
+    return (", ".join(names) or gpu_of_system() or "none") + (
+        "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+    )
 
 
 def nvidia_smi(*arguments: str) -> list[str]:

@@ -153,6 +153,8 @@ def run_command(words: Sequence[str], replica: Replica, copy: Callable[[bytes], 
     finally:
         if output is not None:
             output.finish()
+        if replica.page is not None:
+            replica.page.remove_name()
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -172,4 +172,7 @@ def seed_generators(replica: Replica, seed: int | None, but: set[str]) -> set[st
         torch.default_generator.manual_seed(number)  # torch.manual_seed takes 3 ms on a build without accelerators
         if torch.version.cuda or torch.version.hip:
             torch.cuda.manual_seed_all(number)
+        mps = getattr(getattr(torch, "backends", None), "mps", None)  # the GPU of a Mac
+        if mps is not None and mps.is_available():
+            torch.mps.manual_seed(number)
     return loaded

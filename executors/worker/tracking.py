@@ -21,7 +21,7 @@ from executors.protocol import ReplicaStatus
 from executors.replica import Replica
 from executors.task.stored import StoredTask
 from executors.view.report.scalars import scalars
-from executors.view.report.trackers import PageTracker, Tracked, load_tracker
+from executors.view.report.trackers import PageTracker, TrackedReplica, load_tracker
 
 MAX_WAITING = 10_000  # lines in the queue for the tracker, enough for some hours
 FINISH_S = 20.0  # seconds that a replica waits for the tracker at its end
@@ -43,7 +43,7 @@ class Tracking:
     def __init__(
         self,
         name: str,
-        tracked: Tracked,
+        tracked: TrackedReplica,
         write_page: Callable[[Path], object] | None = None,
         on_warning: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -151,7 +151,7 @@ class Tracking:
                 sys.stderr.write(f"replicas: {text}\n")
 
 
-def tracked(task: StoredTask, replica: Replica, launched_at: float) -> Tracked:
+def tracked(task: StoredTask, replica: Replica, launched_at: float) -> TrackedReplica:
     """Return the facts about a replica and its task, for a tracker.
 
     Args:
@@ -171,7 +171,7 @@ def tracked(task: StoredTask, replica: Replica, launched_at: float) -> Tracked:
         **{f"args.{name}": value for name, value in {**record.arg_texts, **(record.args or {})}.items()},
     }
     config = {name: value for name, value in settings.items() if value is not None}
-    return Tracked(
+    return TrackedReplica(
         run_id=task.run_id,
         launched_at=launched_at,
         rank=replica.rank,

@@ -18,13 +18,9 @@ from time import monotonic
 from types import FrameType
 
 from executors.errors import HangError
-from executors.process import memory_file, own_threads, start_time
+from executors.process import HANG_SIGNAL, STACKS_SIGNAL, memory_file, own_threads, start_time
 from executors.replica.shared_page import SharedPage
 
-# macOS has no such signals, and runs only the backend inline, without a watchdog
-SIGRTMIN: int = getattr(signal, "SIGRTMIN", 34)
-STACKS_SIGNAL = SIGRTMIN + 5
-HANG_SIGNAL = SIGRTMIN + 6
 STACKS_NAME = "replicas-stacks"
 BEAT_S = 1.0
 
@@ -47,9 +43,10 @@ def start_watch(page: SharedPage) -> None:
         return
     _page = page
     signal.signal(HANG_SIGNAL, _raise_hang)
-    # some sandboxes and systems have no files in memory; then there are no stacks
+    page.stacks_file = -1  # until this process has the file; the worker of a command had one before
+    # some sandboxes have no files in memory, and a process of a command on macOS gets no file; then there are no stacks
     with contextlib.suppress(OSError, AttributeError):
-        file = memory_file(STACKS_NAME)
+        file = page.stacks_descriptor if page.stacks_descriptor >= 0 else memory_file(STACKS_NAME)
         fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # the supervisor truncates the file
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
         page.stacks_file = file

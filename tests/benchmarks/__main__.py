@@ -34,7 +34,7 @@ from .harness import Comparison, Options, report
 
 Benchmark = Callable[[Options], list[Comparison]]
 
-# What measures what: some goals come out of one measurement.
+# The goals of each benchmark. One measurement may serve several goals.
 BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("L1", "L3", "L4"): launch.first_line,
     ("L2",): launch.first_step,
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Comparison]:
             print(f"{' '.join(names)}: {time.monotonic() - began:.0f} s", file=sys.stderr)
     if options.quick:
         for comparison in comparisons:
-            comparison.goals = {}  # they are not meant for toy sizes
+            comparison.goals = {}  # the goals do not apply to toy sizes
     report(comparisons, chosen.json)
     return comparisons
 

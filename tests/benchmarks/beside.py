@@ -17,7 +17,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     BESIDE: {"overlap_steps": OVERLAP, "merge": "carry"},
 }
 Link = dict[str, float]
-"""What lies between each replica and the store, `latency_s` and `bytes_per_s`; nothing: a directory."""
+"""The link between each replica and the store: `latency_s` and `bytes_per_s`. None: a directory."""
 SLOW: Link = {"latency_s": 0.05, "bytes_per_s": 20e6}
 
 
@@ -114,7 +114,8 @@ def _plan_s(n: int, n_elements: int, wire: str, link: Link, overlap: int) -> flo
     from diloco import planner
 
     rate = link["bytes_per_s"]
-    usual, share = planner.Processor(), min(1.0, len(os.sched_getaffinity(0)) / n)  # of a core, for each replica
+    # the share of a core for each replica
+    usual, share = planner.Processor(), min(1.0, len(os.sched_getaffinity(0)) / n)
     processor = planner.Processor(
         encode=share * usual.encode,
         accumulate=share * usual.accumulate,

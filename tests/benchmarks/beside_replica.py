@@ -16,7 +16,7 @@ from diloco import DiLoCo
 from executors import current_replica
 from executors.store.file import FileStore
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # helpers that tests share
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the helpers that tests share are below this folder
 
 from support.far_store import FarStore
 
@@ -99,7 +99,7 @@ def time_steps(n_elements: int, rounds: int, on_device: bool) -> dict[str, list[
                 with torch.no_grad():
                     model.flat[: 1 << 10].add_(0.001)
                 report = diloco.step()
-            for began, seconds in steps[1:]:  # the first one is before the contribution was taken
+            for began, seconds in steps[1:]:  # the first read comes before the contribution is taken
                 samples["beside a round" if began <= report.ended else "alone"].append(seconds)
     return samples
 

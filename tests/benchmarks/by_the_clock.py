@@ -42,7 +42,9 @@ def _losses(speeds: tuple[float, ...], seed: int, for_s: float, **settings: Any)
 
 
 def _reached(losses: list[tuple[float, float]], target: float) -> float:
-    """Return the time at which a loss was reached, between two measurements. If it never was: the last time."""
+    """Return the time at which a loss was reached, interpolated between two measurements. If the loss was never
+    reached, return the last time.
+    """
     for (before_s, before), (at_s, loss) in pairwise(losses):
         if loss <= target:
             return before_s + (at_s - before_s) * (before - target) / (before - loss)

@@ -19,7 +19,7 @@ def train(steps_s: list[float], seed: int, for_s: float, settings: dict[str, Any
     """Train for a while. Rank 0 returns the losses of the anchor with their times.
 
     Args:
-        steps_s: by rank, the seconds of an inner step.
+        steps_s: the seconds of an inner step, by rank.
     """
     torch.set_num_threads(1)
     replica = current_replica()

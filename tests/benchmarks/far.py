@@ -28,7 +28,7 @@ def far(options: Options) -> list[Comparison]:
     """S9 and S10."""
     n = 2 if options.quick else 8
     n_elements, block_elements = (40_000, 4 << 10) if options.quick else (2_000_000, 16 << 10)
-    rounds = options.repetitions(5) + 1  # in the first round, replicas learn how late the others come
+    rounds = options.repetitions(5) + 1  # in the first round, replicas learn how far apart they arrive
     by_method: dict[str, list[list[dict[str, Any]]]] = {}
     with running_bucket() as server:
         for method in (IN_TURN, AT_ONCE):

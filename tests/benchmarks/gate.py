@@ -40,7 +40,7 @@ class Gate:
         """Wait for n arrivals and return the time of the last, in seconds of CLOCK_MONOTONIC.
 
         Args:
-            give_up_when_ready: a pidfd of the process without which nobody will come.
+            give_up_when_ready: a pidfd of the launcher. Without the launcher, no replica arrives.
         """
         deadline = time.monotonic() + within_s
         poller = select.poll()

@@ -49,7 +49,7 @@ class Comparison:
     base: str | None = None
     """The peer or floor that the other methods are divided by. None: the goals are absolute."""
     goals: Mapping[str, float] = field(default_factory=dict)
-    """The goals: by method, the largest allowed ratio, or without `base` the largest allowed value."""
+    """The goal of each method: the largest allowed ratio, or the largest allowed value if there is no `base`."""
     note: str = ""
 
     def value(self, method: str) -> float:

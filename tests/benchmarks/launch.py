@@ -43,7 +43,7 @@ if __name__ == "__main__":
     first_line(*sys.argv[2:])
 """
 MEMORY_MIB = {"come_up": 8, "first_line": 200, "first_step": 250}
-"""The memory of one replica with the launcher that needs the most, rounded up."""
+"""The memory of one replica with the launcher that needs the most memory, rounded up."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Case:
     def use_memory(self) -> None:
         """Use and free the memory that the launch is going to take.
 
-        In a virtual machine the first use of a page may wait for the host, longer than all a launcher does, and pages
-        that stay free go back to the host: which of two launchers pays is then a matter of chance.
+        In a virtual machine, the first use of a page may wait for the host for longer than a whole launch. Pages that
+        stay free go back to the host. So without this, chance would decide which of two launchers pays for the pages.
         """
         size = self.n * MEMORY_MIB[self.stage] << 20
         subprocess.run([sys.executable, "-c", f"b = bytearray({size}); b[::4096] = b'1' * len(b[::4096])"], check=True)
@@ -146,8 +146,8 @@ def state_of_its_own() -> Iterator[None]:
     """Keep the runs of this process, and of the commands it starts, out of the user's list.
 
     They are deleted at the end, and not after each repetition. ext4 examines every inode that was freed in the last
-    minutes before it gives out another one. So to delete the files of one repetition would take half of the next one's
-    time.
+    minutes before it gives out another one. So the deletion of one repetition's files would take half of the time of
+    the next repetition.
     """
     before = os.environ.get("XDG_STATE_HOME")
     with scratch_folder("benchmark-state-") as home:

@@ -91,7 +91,7 @@ def _requests(name: str, title: str, samples: list[dict[str, int]], goals: Mappi
     return Comparison(name, title, "requests", by_whom, goals=goals)
 
 
-# What is done
+# --- the measured actions
 
 
 def launch(cloud: Cloud, n: int) -> tuple[Any, dict[str, int]]:
@@ -190,7 +190,7 @@ def command(verb: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def until(ready: Callable[[], bool]) -> None:
-    """Wait until a condition is true, or for a minute. The figures show what was too late."""
+    """Wait until a condition is true, but at most a minute. The figures show a condition that was too late."""
     deadline = time.monotonic() + PATIENCE_S
     while not ready() and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -270,7 +270,8 @@ def modal() -> Iterator[Cloud]:
         box.logs.append(LogEntry(time.time_ns(), 1, f"{line}\n"))
 
     usual, page = Sandbox.start, control_plane.PAGE
-    control_plane.PAGE = 100  # a list is one page and an empty one, because the vendor's size of a page is not known
+    # a list has one full page and one empty page, because the vendor's size of a page is not known
+    control_plane.PAGE = 100
     Sandbox.start = start  # type: ignore[method-assign,assignment]
     try:
         with (

@@ -35,6 +35,6 @@ def notice(n_objects: int, watches: bool) -> list[float]:
                     time.sleep(0.01)
         if replica.rank == 0:
             delays_ms.append((time.monotonic_ns() - written_ns) / 1e6)
-            store.put_if_absent(mine, str(written_ns).encode())  # ready for the next one
+            store.put_if_absent(mine, str(written_ns).encode())  # ready for the next object
     watch.close()
     return delays_ms

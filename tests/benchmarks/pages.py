@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .harness import Comparison, Options
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the made-up runs of the tests
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the invented runs of the tests
 
 from support.made_up_runs import large
 

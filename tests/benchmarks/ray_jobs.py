@@ -17,7 +17,7 @@ from servers.ray import WHY_NOT, is_installed, ray_head
 from .looking import users_folder, variables
 
 N = 64
-CPUS = 1000.0  # more than there are
+CPUS = 1000.0  # more cores than the node has, so that no job starts
 OURS = "replicas"
 
 

@@ -1,7 +1,7 @@
 """The tasks of replicas in the launch benchmarks, for every launcher. Uses the standard library only.
 
-A replica writes its own CLOCK_MONOTONIC time into a named pipe, and waits until the benchmark releases it. So no
-launcher's replicas compete with others that are already leaving.
+A replica writes its own CLOCK_MONOTONIC time into a named pipe, and waits until the benchmark releases it. So the
+replicas of a launch never compete with replicas that already end.
 
 It is also a script, for launchers that start scripts: `replica_tasks.py STAGE ARRIVALS RELEASE`.
 """

@@ -86,7 +86,7 @@ def _kill_and_wait(folder: Path, n: int) -> float:
 
 
 def first_steps(folder: Path, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, float]]:
-    """Wait for the first steps of attempts; return pid and time of each, by rank and attempt."""
+    """Wait for the first steps of attempts, and return the pid and the time of each step, by rank and attempt."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         found = steps_in(folder)
@@ -153,7 +153,8 @@ def _lost_share(n: int, round_s: float, every_s: float, seconds: float) -> tuple
     n_restarts = sum(entry.kind == "restart" for entry in log.entries)
     planned = n * rounds * round(round_s / STEP_S)
     said = f"{n_restarts} restarts, {took_s:.0f} s for {rounds * round_s:.0f} s of steps"
-    print(f"goodput {counted / planned:.4f}, {said}", file=sys.stderr, flush=True)  # the other case takes the same time
+    # the case with torchrun takes the same time
+    print(f"goodput {counted / planned:.4f}, {said}", file=sys.stderr, flush=True)
     return 1 - counted / planned, said
 
 

@@ -54,7 +54,7 @@ def train(rounds: int, round_s: float, orders: str = "") -> dict[str, Any]:
     total = rounds * inner_steps
 
     def work() -> float:
-        return float(diloco._training_side.phase.uncounted_steps[0])  # the steps that no seal has named yet
+        return float(diloco._training_side.phase.uncounted_steps[0])  # the steps that no seal has counted yet
 
     with DiLoCo(model, inner_steps=inner_steps, total_steps=total, weight=work) as diloco:
         diloco.attach_state("optimizer", optimizer)

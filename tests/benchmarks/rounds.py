@@ -1,9 +1,10 @@
-"""Rounds: averaging one flat tensor over a directory, beside gloo in the same processes (S1); its bytes (S5, S8).
+"""Rounds: the time to average one flat tensor over a directory, compared with gloo in the same processes (S1), and the
+bytes (S5, S8).
 
-Eight replicas write 3.6 GB a round for 100M elements. On a disk's file system Linux lets that go as fast as the memory
-until a share of what is free (`vm.dirty_ratio`) waits to be written, and as fast as the disk from there on; on a
-machine of 24 GiB that is in the middle of the round. So large tensors are measured a second time on a file system in
-memory, with large pages as a disk's cache has them.
+Eight replicas write 3.6 GB a round for 100M elements. On a disk, Linux accepts writes at the speed of memory until a
+share of the free memory (`vm.dirty_ratio`) waits to be written. After that, writes have the speed of the disk. On a
+machine of 24 GiB, this happens in the middle of the round. So large tensors are measured a second time on a file system
+in memory, with large pages as in the cache of a disk.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Place:
 
     name: str
     around: tuple[str, ...] = ()
-    """A command that runs the benchmark's command."""
+    """The command prefix that runs the benchmark's command, as for a mount."""
 
 
 TEMPORARY = Place("in the temporary folder")
@@ -103,7 +104,7 @@ def _group(n_elements: int, n: int, rounds_each: int, place: Place, wire: str) -
 
 
 def _times(rounds_: list[list[Costs]]) -> dict[str, list[float]]:
-    """A round ends when its last replica has it."""
+    """A round ends when the last replica has applied it."""
     return {
         GLOO: [max(each["gloo_s"] for each in costs) for costs in rounds_],
         MEAN: [max(each["mean_s"] for each in costs) for costs in rounds_],
@@ -131,7 +132,7 @@ def _middle(rounds_: list[list[Costs]], value: Callable[[Costs], float]) -> floa
 
 
 def _wire(size: str, n: int, payload_bytes: int, wire: str, rounds_: list[list[Costs]]) -> Comparison:
-    """Compare all that is written and read with what float32 in shards cannot do without."""
+    """Compare the bytes that are written and read with the least bytes of float32 in shards."""
     least = "the payload, sharded: (3 - 1/N) M"
     sums = [
         fmean(sum(each[way][what] for way in ("read", "written") for what in ("payload", "other")) for each in costs)

@@ -13,7 +13,7 @@ from .launch import scratch_folder, state_of_its_own
 
 
 def group(n_elements: int, n: int, rounds: int, wire: str) -> list[list[dict[str, Any]]]:
-    """Launch the replicas and wait for them; the directory is where temporary files go."""
+    """Launch the replicas, and wait for them. Their store is in the directory for temporary files."""
     from executors import launch
 
     with state_of_its_own(), scratch_folder("rounds-") as folder:

@@ -1,4 +1,6 @@
-"""What each replica does in the benchmark of rounds: average one flat tensor over gloo and over the store, in turn."""
+"""The task of each replica in the benchmark of rounds: average one flat tensor over gloo and over the store, in
+turn.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ from executors import current_replica
 from .counting import CountingStore
 
 RETURN_S = 5.0
-"""A virtual machine hands what was freed back to its host in passes every 2 s, which keep the processors busy."""
+"""A virtual machine returns freed memory to its host in passes every 2 s, which keep the processors busy."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The time, and the processor time that this process has used until then."""
+    """The present time, and the processor time that this process has used so far."""
 
     at_s: float
     cpu_s: float
@@ -42,7 +44,7 @@ class Moment:
 
 
 def exchange(n_elements: int, rounds: int, wire: str, meeting_file: str) -> list[dict[str, Any]]:
-    """Go through some rounds and return what each cost this replica."""
+    """Make some rounds, and return the costs of each for this replica."""
     torch.set_num_threads(1)
     replica = current_replica()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -54,7 +56,7 @@ def exchange(n_elements: int, rounds: int, wire: str, meeting_file: str) -> list
     store = CountingStore(Path(unquote(urlsplit(replica.rendezvous).path)), 4 * n_elements, replica.world_size)
     arrivals = _note_when_the_mean_is_there()
     found = []
-    # A momentum has no part in the mean, and its memory would be missing to the files.
+    # A momentum plays no part in the mean, and its memory would be missing for the files.
     with DiLoCo(
         model, inner_steps=1_000_000, outer_lr=1.0, outer_momentum=0.0, wire=wire, store=store, sync_buffers=False
     ) as diloco:
@@ -65,7 +67,7 @@ def exchange(n_elements: int, rounds: int, wire: str, meeting_file: str) -> list
             gloo = _costs("gloo", began, ended)
             dist.barrier()
             if n_elements >= 10_000_000:
-                os.sync()  # what waits to be written would count against this round
+                os.sync()  # data that waits to be written would delay this round
                 time.sleep(RETURN_S)
             with _used_pages(int(4 * n_elements * (1 + 1 / replica.world_size))):
                 dist.barrier()
@@ -90,10 +92,11 @@ def exchange(n_elements: int, rounds: int, wire: str, meeting_file: str) -> list
 
 
 def _note_when_the_mean_is_there() -> list[Moment]:
-    """Let all replicas begin their outer steps together, when the last has the mean; return where the moments come.
+    """Let all replicas begin their outer steps together, when the last replica has the mean. Return the times of these
+    moments.
 
-    gloo makes no outer step. Where replicas share processors, the steps of the first would else be in the time of the
-    last.
+    gloo makes no outer step. If replicas share processors, the outer steps of the first replicas would otherwise delay
+    the last one.
     """
     arrivals: list[Moment] = []
     apply = ModelState.apply
@@ -109,14 +112,14 @@ def _note_when_the_mean_is_there() -> list[Moment]:
 
 @contextlib.contextmanager
 def _used_pages(size: int) -> Iterator[None]:
-    """Take as much memory as the round is going to write into files, and leave it free and used.
+    """Use and free the amount of memory that the round will write into files.
 
-    In a virtual machine the first use of a page may wait for the host, ten times as long as writing to it takes, and
-    pages that stay free go back to the host. gloo's buffer is used over and over and never pays that, so the files of
-    a round shall not either.
+    In a virtual machine, the first use of a page may wait for the host, ten times as long as a write to the page takes.
+    Pages that stay free go back to the host. The buffer of gloo is used again and again and never has this cost, so the
+    files of a round must not have it either.
     """
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        memory.madvise(mmap.MADV_HUGEPAGE)  # as the files' pages are
+        memory.madvise(mmap.MADV_HUGEPAGE)  # small pages, as the pages of the files are
         for at in range(0, size, mmap.PAGESIZE):
             memory[at] = 1
         yield

@@ -1,4 +1,6 @@
-"""Launching at a Slurm on loopback: what a launch takes beside the cluster's own work, and how often one is asked."""
+"""Launching on a Slurm cluster on loopback: the time of a launch compared with plain jobs, and the number of requests
+to the cluster.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,12 @@ from servers.slurm.commands import Commands
 
 TASK = "executors.testing.tasks:hang"
 OWN = "#!/bin/sh\necho hanging\nexec sleep 600\n"
-SETTLES_S = 15.0  # after which a run is looked at as rarely as in the long run
+SETTLES_S = 15.0  # after this time, the pauses between two looks have their full length
 PATIENCE_S = 120.0
 
 
 def slurm(options: Options) -> list[Comparison]:
-    """E1, E2, E3; none where Slurm is not installed."""
+    """E1, E2 and E3. Nothing is measured if Slurm is not installed."""
     if missing := missing_programs():
         print(f"E1 E2 E3 are skipped: there is no {missing[0]}. On Debian: {INSTALL}", file=sys.stderr)
         return []
@@ -38,7 +40,7 @@ def slurm(options: Options) -> list[Comparison]:
         running_cluster() as cluster,
         scratch_folder("slurm-") as scratch,
         scratch_folder("work-") as workspace,
-        contextlib.chdir(workspace),  # which is what replicas get
+        contextlib.chdir(workspace),  # the Python that replicas get
     ):
         os.environ.update(cluster.environment)
         os.environ["TMPDIR"] = scratch
@@ -51,7 +53,7 @@ def slurm(options: Options) -> list[Comparison]:
 
 
 def _returns(options: Options) -> Comparison:
-    """E1: what a launch takes until it returns, beyond the check that it begins with."""
+    """E1: the time until a launch returns, without the check at its beginning."""
 
     def beyond_the_check(n: int) -> float:
         executor = SlurmExecutor(sbatch=["--hold"])
@@ -64,14 +66,16 @@ def _returns(options: Options) -> Comparison:
         return returned - checked - (checked - began)
 
     numbers = (1, 2) if options.quick else (3, 64)
-    beyond_the_check(1)  # the first launch imports
+    beyond_the_check(1)  # the first launch also imports modules, so it is not counted
     samples = interleave({f"N={n}": lambda n=n: beyond_the_check(n) for n in numbers}, options.repetitions(5))  # type: ignore[misc]
     goals = {"N=3": 0.2, "N=64": 0.3}
     return Comparison("E1", "launch at Slurm returns, beyond sbatch --test-only", "s", samples, goals=goals)
 
 
 def _first_lines(options: Options, cluster: Cluster) -> Comparison:
-    """E2: from the launch until each replica has printed a line, and the same of jobs that print it at once."""
+    """E2: the time from the launch until each replica has printed a line, compared with plain jobs that print a line at
+    once.
+    """
     n = 1 if options.quick else 3
 
     def own() -> float:
@@ -104,7 +108,7 @@ def _first_lines(options: Options, cluster: Cluster) -> Comparison:
 
 
 def _looks(options: Options, scratch: Path) -> Comparison:
-    """E3: how often the cluster is asked about a run that goes on."""
+    """E3: the number of requests to the cluster about a run that continues."""
     n, settles_s, seconds = (2, 0.5, 1.0) if options.quick else (64, SETTLES_S, options.seconds or 60.0)
     run = launch(SlurmExecutor(sbatch=["--hold"]), TASK, n, detach=True)
     with _counted(scratch) as commands:

@@ -1,4 +1,4 @@
-"""Each benchmark runs at toy size and writes what it should; nothing here looks at a time."""
+"""Each benchmark runs at toy size and writes its comparisons. These tests check no times."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def run_benchmarks(file: Path, *arguments: str) -> Found:
-    """Run the command at toy size; return its comparisons by name."""
+    """Run the command at toy size, and return its comparisons by name."""
     command = [sys.executable, "-m", "tests.benchmarks", "--quick", "--json", str(file), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
@@ -67,7 +67,7 @@ def run_benchmarks(file: Path, *arguments: str) -> Found:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """All quick ones, in one process: what costs is to import torch."""
+    """Run all quick benchmarks in one process, because the import of torch takes the most time."""
     return run_benchmarks(tmp_path_factory.mktemp("benchmarks") / "found.json", *PEERS)
 
 
@@ -75,7 +75,7 @@ def test_every_benchmark_runs_beside_its_peer(found: Found) -> None:
     assert found.keys() == PEERS.keys()
     for name, peer in PEERS.items():
         assert found[name][-1]["base"] == peer, name
-        # A look may ask the service for nothing, and nothing may be lost.
+        # A look may need no request to the service, and no job may be lost.
         samples = [method["samples"] for method in found[name][-1]["methods"].values()]
         assert all(each and all(sample > 0 or name in ("Q1", "R5", "R6") for sample in each) for each in samples), name
 

@@ -1,4 +1,6 @@
-"""What the callback costs a Trainer of transformers whose step takes 20 ms (T1), beside the Trainer without it."""
+"""The cost of the callback for a Trainer of transformers whose step takes 20 ms (T1), compared with the Trainer without
+it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ OURS, WITHOUT = "with DiLoCoCallback", "Trainer"
 
 
 def trainer(options: Options) -> list[Comparison]:
-    """T1: both train the same model in this process, in turn; the median of the steps, most of which have no round."""
+    """T1: a Trainer with the callback and a Trainer without it train the same model in this process, in turn. The
+    median of the steps counts, and most steps have no round.
+    """
     if find_spec("transformers") is None:
         return []
     n_steps = 20 if options.quick else 200

@@ -1,4 +1,4 @@
-"""The costs of DiLoCo in the user's loop: the search for optimizers that undo a round (T2), and kept state (T3)."""
+"""The costs of DiLoCo in the user's loop: the search for optimizers that undo a round (T2), and saved state (T3)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INNER_STEPS = 10
 
 
 def training_loop(options: Options) -> list[Comparison]:
-    """T2 and T3, by the processor time of the training's thread: another program's turn is none of theirs."""
+    """T2 and T3, by the processor time of the training thread, so that the time of other programs does not count."""
     torch.set_num_threads(1)
     with scratch_folder("loop-") as name:
         return [*_checking(options), *_keeping(Path(name), options)]
@@ -73,7 +73,7 @@ def _keeping(folder: Path, options: Options) -> list[Comparison]:
             optimizer.zero_grad()
             diloco.step()
         shares.append(100 * sum(spent) / (time.thread_time() - began))
-        ages.append(oldest + 1.0)  # the steps since the newest round are of one more
+        ages.append(oldest + 1.0)  # the steps since the newest round belong to one more round
         diloco.close()
     what = f"attached AdamW of {10 * width * (width + 1):,} parameters, rounds of {INNER_STEPS} steps"
     return [
@@ -83,7 +83,7 @@ def _keeping(folder: Path, options: Options) -> list[Comparison]:
 
 
 def _spent_in(diloco: DiLoCo) -> list[float]:
-    """Return a list to which each keeping of attached state adds what the training waited for."""
+    """Return a list to which each save of attached state adds the seconds that training waited."""
     spent, keep = list[float](), diloco._saver.save_attached
 
     def timed() -> None:
@@ -97,6 +97,6 @@ def _spent_in(diloco: DiLoCo) -> list[float]:
 
 
 def _kept(store: FileStore) -> list[int]:
-    """Return after which rounds a state is stored."""
+    """Return the numbers of the rounds after which a state is stored."""
     matches = (re.search(r"/own/0/(\d+)/0/record$", entry.key) for entry in store.list("run/diloco/main/own/"))
     return [int(match[1]) for match in matches if match]

@@ -1,4 +1,6 @@
-"""Watching replicas: stacks of what holds the GIL (R3), what marks cost (R4), and false alarms under load (R5)."""
+"""Watching replicas: the stacks of a replica that holds the GIL (R3), the cost of marks (R4), and false alarms under
+load (R5).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ EVALUATION_S = 120.0
 
 
 def stacks(options: Options) -> list[Comparison]:
-    """R3: replicas hold the GIL, each in a C call that waits; their supervisor keeps their stacks all the same."""
+    """R3: each replica holds the GIL in a C call that waits. The supervisor saves their stacks all the same."""
     n, times = (1, 1) if options.quick else (10, 10)
     late_s: list[float] = []
     with state_of_its_own():
@@ -54,7 +56,7 @@ def _stacks_of(run: Run, rank: int) -> list[Path]:
 
 
 def marks(options: Options) -> list[Comparison]:
-    """R4: processor time of marks at every step, a section at every step, and of beat and tick."""
+    """R4: the processor time of a mark at every step, of a section at every step, and of beats and ticks."""
     replica = Replica(0, 8, "run", 0, "memory:", page=SharedPage())
     n = 2000 if options.quick else 200_000
     samples: dict[str, list[float]] = {"progress()": [], "section()": []}
@@ -86,7 +88,9 @@ def marks(options: Options) -> list[Comparison]:
 
 
 def _ticking_us(seconds: float) -> float:
-    """Return the processor time, in us a second, that a process spends on its beats and ticks, beside one without."""
+    """Return the processor time, in us a second, that a process spends on its beats and ticks, compared with a process
+    without them.
+    """
 
     def used(is_watched: bool) -> float:
         done = subprocess.run(
@@ -98,7 +102,7 @@ def _ticking_us(seconds: float) -> float:
 
 
 def false_alarms(options: Options) -> list[Comparison]:
-    """R5: replicas that step, and evaluate for two minutes in between, on a machine with much else to do.
+    """R5: replicas that make steps, and evaluate for two minutes in between, on a machine with much other work.
 
     Runs for an hour unless `--seconds` shortens it.
     """

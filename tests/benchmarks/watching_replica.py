@@ -1,4 +1,4 @@
-"""What replicas do in the benchmarks of watching. Also a script: `watching_replica.py SECONDS WATCHED`."""
+"""The tasks of replicas in the benchmarks of watching. Also a script: `watching_replica.py SECONDS WATCHED`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from executors import current_replica
 
 
 def hold_gil(folder: str) -> None:
-    """Make progress, say when, and hold the GIL."""
+    """Make progress, print the time, and hold the GIL."""
     from executors.worker.chaos import HANGS
 
     replica = current_replica()
@@ -22,7 +22,9 @@ def hold_gil(folder: str) -> None:
 
 
 def step_for(seconds: float, evaluation_s: float = 120.0, steps_s: float = 30.0) -> None:
-    """Make progress for a while, with evaluations between that report nothing, and one more after the end."""
+    """Make progress for a while, with evaluations in between that report nothing, and one more evaluation after the
+    end.
+    """
     until, replica = time.monotonic() + seconds, current_replica()
     step = n_evaluations = 0
     while time.monotonic() < until:
@@ -56,7 +58,7 @@ def save(seconds: float) -> None:
 
 
 EVALUATIONS = (compute, compute_in_a_process, save)
-"""Work that reports nothing: it uses the processor here, or in a process of its own, or a disk."""
+"""Work without reports, which uses the processor in this process or in another one, or a disk."""
 
 
 def beat_for(seconds: float, is_watched: bool) -> float:

@@ -1,5 +1,5 @@
-"""Wires: the cost of encoding for a sender (W3), of decoding for a reducer (W4), the bytes of a round
-(W5), and the speed of the sparse wire (W11).
+"""Wires: the cost of encoding for a sender (W3), the cost of decoding for a reducer (W4), the bytes of a round (W5), and
+the speed of the sparse wire (W11).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from .launch import state_of_its_own
 
 
 def wires(options: Options) -> list[Comparison]:
-    """W3 to W5, and W11: one thread, against fp32 or int8."""
+    """W3 to W5, and W11: measured in one thread, compared with fp32 or int8."""
     n = 3 << 16 if options.quick else 32 << 20
     times = _in_a_process("time_wires", n_elements=n, repetitions=options.repetitions(15))
     goals = {"W3": {"int8": 1 / 0.4}, "W4": {"int8": 1 / 0.6, "int4": 1 / 0.45}}

@@ -1,4 +1,4 @@
-"""What a process of its own does in the benchmark of wires: encode and reduce, and count what a round moves."""
+"""The task of the process in the benchmark of wires: encode and reduce, and count the bytes of a round."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _tasks(wire: Wire, n_elements: int) -> tuple[Callable[[], object], ...]:
 
 
 def bytes_of_a_round(n_elements: int, block_elements: int, rounds: int) -> dict[str, list[float]]:
-    """Return what all of 4 replicas move in a round, by wires."""
+    """Return the bytes that 4 replicas together move in a round, by wire."""
     limits = Limits(small_bytes=0, block_elements=block_elements)
     wires: dict[str, dict[str, Any]] = {
         "fp32": {},

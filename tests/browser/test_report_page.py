@@ -1,4 +1,4 @@
-"""The page of a run in a real browser: it draws, fits, asks for nothing, and runs nothing that a record says."""
+"""The page of a run in a real browser: it draws, fits the window, makes no request, and runs no text of a record."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 class Shown:
-    """A page that is open, and all that it asked for or complained of."""
+    """An open page, with all its requests and errors."""
 
     def __init__(self, browser: Any, path: Path, width: int = USUAL) -> None:
         self.asked: list[str] = []
@@ -61,7 +61,7 @@ class Shown:
 
 
 def until(tab: Any, predicate: str, given: Any = None) -> None:
-    """Wait as `wait_for_function` does, whose second look is an eval() in the page, which its policy forbids."""
+    """Wait as `wait_for_function` does. That function calls eval() in the page, which the page's policy forbids."""
     deadline = monotonic() + 30
     while not tab.evaluate(predicate, given):
         assert monotonic() < deadline, predicate

@@ -1,4 +1,4 @@
-"""The pages of the documentation in a real browser: none scrolls sideways, and none complains."""
+"""The pages of the documentation in a real browser: no page scrolls sideways or has an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command on a laptop that is not Linux: it runs in this process, and refuses the backend `local`.
+"""The command on a laptop that is not Linux: replicas in this process and local replicas.
 
 `support.as_mac` describes the emulation of macOS. `tests/jobs/test_as_mac_on_clouds.py` has the clouds.
 """
@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 from support.as_mac import MacFolder, as_mac, environment_as_mac, why_not
 from support.as_mac.sitecustomize import HIDDEN
+from support.processes import is_alive
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 REFUSED = (
-    "Error: Backend 'local' needs Linux, and this machine runs macOS. Use the backend inline for one replica in this "
-    "process, or a cloud backend such as modal or hf for several.\n"
+    "Error: Backend 'local' needs the package psutil on macOS, and it is not installed. Install it with pip install "
+    "psutil, or use another backend.\n"
 )
 PROCESSES = """
 import os, subprocess, sys
@@ -37,18 +38,71 @@ assert len(process.this_machine().split(" ")) == 3 and "unknown" not in process.
 """
 
 
+FLAKY = """
+from executors import current_replica
+
+def main():
+    me = current_replica()
+    print(f"attempt {me.attempt} of rank {me.rank}", flush=True)
+    if (me.rank, me.attempt) == (0, 0):
+        raise RuntimeError("the first attempt fails")
+"""
+LEAVES = """
+import os, subprocess, sys
+from pathlib import Path
+from executors import current_replica
+
+SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+
+def main(folder):
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        os.write(writer, str(subprocess.Popen(SLEEP).pid).encode())
+        os._exit(0)
+    daemon = os.read(reader, 100).decode()
+    if os.fork() == 0:
+        os.write(writer, str(subprocess.Popen(SLEEP, env={}).pid).encode())
+        os._exit(0)
+    orphan = os.read(reader, 100).decode()
+    Path(folder, f"left-{current_replica().rank}").write_text(f"{daemon} {orphan}")
+"""
+
+
 @pytest.fixture
 def mac(tmp_path: Path) -> MacFolder:
     (tmp_path / "work").mkdir()
     return MacFolder(tmp_path / "work")
 
 
-def test_one_replica_in_this_process_runs_and_several_are_refused_with_one_sentence(
-    mac: MacFolder, state_home: Path
+def test_local_replicas_are_new_processes_and_a_failed_one_is_started_again(mac: MacFolder) -> None:
+    (mac.path / "flaky.py").write_text(FLAKY)
+    told = mac.replicas(
+        "launch", "flaky.py:main", "--n", 2, "--restarts", 1, "--run-id", "two", "--option", "preload=[]"
+    )
+    assert told.code == 0, told
+    rows = mac.replicas("status", "two", "--json").json["replicas"]
+    assert [(row["attempt"], row["status"]) for row in rows] == [(1, "succeeded"), (0, "succeeded")]
+    assert "attempt 1 of rank 0" in mac.replicas("logs", "two", "--rank", 0).stdout
+
+
+def test_what_a_replica_leaves_behind_ends_with_it(mac: MacFolder, tmp_path: Path) -> None:
+    """A daemon has left its session and lost its parent, and an orphan has an empty environment."""
+    (mac.path / "leaves.py").write_text(LEAVES)
+    arguments = ("--n", 2, "--arg", f"folder={tmp_path}", "--option", "preload=[]")
+    told = mac.replicas("launch", "leaves.py:main", *arguments)
+    assert told.code == 0, told
+    pids = [int(pid) for path in sorted(tmp_path.glob("left-*")) for pid in path.read_text().split()]
+    assert len(pids) == 4
+    assert [pid for pid in pids if is_alive(pid)] == []
+
+
+def test_without_psutil_local_replicas_are_refused_with_one_sentence(
+    mac: MacFolder, state_home: Path, tmp_path: Path
 ) -> None:
-    for n in (2, 1):
-        told = mac.replicas("launch", "job.py:main", "--n", n)
-        assert (told.code, told.stdout, told.stderr) == (2, "", REFUSED)
+    """A client needs no psutil, and one replica in this process neither."""
+    told = mac.replicas("launch", "job.py:main", "--n", 2, environ={"AS_MAC_LACKS": "psutil"})
+    assert (told.code, told.stdout, told.stderr) == (2, "", REFUSED)
     assert [path for path in state_home.rglob("*") if path.is_file() and path.parent.name != ".preparing"] == []
     told = mac.replicas("launch", "job.py:report_more", "--backend", "inline", "--n", 1, "--run-id", "mine")
     assert told.code == 0, told

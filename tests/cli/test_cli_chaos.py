@@ -1,4 +1,4 @@
-"""`replicas launch --chaos`: what it does to replicas, where it is recorded, and what is refused."""
+"""`replicas launch --chaos`: its effect on replicas, its record, and the specs that are refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_chaos_kills_only_the_attempt_and_place_of_its_spec(folder: Folder) -> N
 
 
 def test_a_store_that_fails_at_random_costs_no_replica(folder: Folder) -> None:
-    """Claim, task and outcome are asked for again, so that nothing is lost at these rates."""
+    """Requests for claim, task and outcome are repeated, so that no replica is lost at these rates."""
     spec = "store:error=0.2,lost=0.2,truncate=0.1,delay=0.002"
     told = folder.launch("job:main", "--chaos", spec, "--run-id", "the-same-faults-each-time", "--json", n=6)
     assert told.code == 0, told

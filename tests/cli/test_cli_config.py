@@ -86,7 +86,7 @@ def test_an_error_is_a_document_where_json_is_set_by_file_or_variable(
     monkeypatch.setenv("REPLICAS_JSON", "true")
     for more, kind in (
         ([], "EntrypointImportError"),
-        (["--config", "bad.toml"], "UsageProblem"),  # what cannot be read says nothing
+        (["--config", "bad.toml"], "UsageProblem"),  # a file that cannot be read gives no settings
         (["--nosuch"], "NoSuchOption"),
     ):
         assert here.replicas(*nowhere, *more).json["kind"] == kind

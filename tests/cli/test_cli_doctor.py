@@ -1,4 +1,4 @@
-"""`replicas doctor` and `backends`, and what is true of every verb."""
+"""`replicas doctor` and `backends`, and properties of every verb."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def test_doctor_finds_a_store_that_can_only_be_read(
 
     monkeypatch.setattr(FileStore, "put", put)
     result = here.replicas("doctor", "--rendezvous", tmp_path / "there")
-    assert (result.code, result.stdout.count("you may only read here")) == (1, 2)  # also where this user's runs live
+    # this is also the folder of this user's runs
+    assert (result.code, result.stdout.count("you may only read here")) == (1, 2)
 
 
 def test_doctor_starts_a_replica_with_probe_and_leaves_nothing(here: HereInstead) -> None:
@@ -151,7 +152,7 @@ def test_the_current_directory_is_searched_unless_an_option_of_python_forbids_it
 
 
 def install_metadata(folder: Path, name: str, version: str) -> None:
-    """Write the record that an installed package leaves, and nothing else of it."""
+    """Write only the metadata of an installed package."""
     record = folder / f"{name}-{version}.dist-info"
     record.mkdir(parents=True)
     (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -189,7 +190,7 @@ def test_doctor_names_a_package_below_its_bound_with_the_line_that_mends_it(
     here: HereInstead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_metadata(tmp_path / "old", "boto3", "1.20.1")
-    install_metadata(tmp_path / "old", "pytest", "1.0")  # a tool of developers is not our user's concern
+    install_metadata(tmp_path / "old", "pytest", "1.0")  # tools of developers are not checked for users
     monkeypatch.syspath_prepend(tmp_path / "old")
     (finding,) = findings_of(here, "package")
     assert finding["found"].startswith("boto3 1.20.1; replicas needs boto3>=")

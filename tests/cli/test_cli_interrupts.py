@@ -1,4 +1,4 @@
-"""What Ctrl-C and SIGTERM do to the command, and what a terminal shows."""
+"""The effect of Ctrl-C and SIGTERM on the command, and the output on a terminal."""
 
 from __future__ import annotations
 
@@ -166,12 +166,12 @@ def test_a_terminated_collect_leaves_nothing_beside_its_folder(
     assert launch(local, "job:main", 1, run_id="mine").wait(60)
     log = log_of(attach("mine").handles[0], state_home)
     log.unlink()
-    os.mkfifo(log)  # whoever opens it waits: nobody writes
+    os.mkfifo(log)  # a process that opens the pipe waits, because no process writes
     with folder.started("collect", "mine", "--out", "deep/out") as command:
         eventually(lambda: bool(list(folder.path.glob("deep/.replicas-collect-*/new/0/output.log"))))
         command.interrupt(number)
         assert command.ends() == 130, command.output
-    writer = os.open(log, os.O_RDWR)  # lets go the run's supervisor, which may copy it as its last act
+    writer = os.open(log, os.O_RDWR)  # releases the supervisor of the run, which may copy the log before it ends
     log.unlink()
     os.close(writer)
     assert list((folder.path / "deep").iterdir()) == []

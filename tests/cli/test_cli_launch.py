@@ -1,4 +1,4 @@
-"""`replicas launch`: what runs, what is printed, and which exit code comes back."""
+"""`replicas launch`: the function that runs, the output, and the exit code."""
 
 from __future__ import annotations
 
@@ -213,12 +213,12 @@ USAGE = [
     (["--n", "2", "--rendezvous", "s3:/bucket"], "as in 's3://bucket'"),
     (["--n", "2", "--restarts", "3,oon=1"], "restarts: No reason or setting 'oon'. Did you mean 'oom'?"),
     (["--n", "2", "--start-timeout", "soon"], "start_timeout is a duration of at least 0.001 s, as in 20m, or auto"),
-    (["--n", "2", "--hang-timeout", "2m:1m"], "is at least 0.001 s and at most the hard one, got '2m:1m'"),
-    (["--n", "2", "--gather", "5m"], "(--gather) waits for what min_replicas= can do without"),
+    (["--n", "2", "--hang-timeout", "2m:1m"], "is at least 0.001 s and at most the hard limit, got '2m:1m'"),
+    (["--n", "2", "--gather", "5m"], "(--gather) has an effect only with min_replicas="),
     (["--n", "2", "--rendezvous", "/proc/nothing"], "/proc/nothing"),
     (["--n", "2", "--", "--lr", "1"], "is run as a script, as in 'train.py' or 'pkg.train', got 'job:main'."),
     (["--n", "2", "--restarts", "many"], "restarts must begin with a number, as in 3, 3/1h or 3,oom=0, got 'many'."),
-    (["--n", "2", "--max-cost", "3"], "Backend 'local' has no prices for this, so max_cost=3 (--max-cost) cannot be "),
+    (["--n", "2", "--max-cost", "3"], "Backend 'local' has no price for these replicas, so max_cost=3 (--max-cost) "),
     (["--n", "2", "--max-cost", "-1"], "max_cost must be a number of US dollars above 0, got max_cost=-1.0."),
     (["--n", "2", "--spares", "1"], "Backend 'local' has no spares. Remove spares (--spares), or use one "),
     (["--n", "2", "--volume", "data:/x"], "Backend 'local' has no volumes. Remove --volume."),

@@ -1,4 +1,4 @@
-"""`replicas logs`: earlier attempts, progress bars, and where a log is read when it is not this machine's."""
+"""`replicas logs`: earlier attempts, progress bars, and the place from which a log of another machine is read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def bars(here: HereInstead) -> HereInstead:
 
 @pytest.fixture
 def spoiled(bars: HereInstead, local: LocalProcessExecutor) -> Folder:
-    """The folder of a run whose log has what changes a terminal."""
+    """The folder of a run whose log has control sequences of a terminal."""
     run = launch(local, "bars:spoil", 1, run_id="mine")
     assert run.wait(60)
     return bars.folder
@@ -76,7 +76,7 @@ def test_a_pipe_gets_a_log_as_it_was_written(spoiled: Folder) -> None:
 
 
 def resumed(local: LocalProcessExecutor) -> Run:
-    """A run of two ranks, of which rank 1 was begun twice."""
+    """A run of two ranks. Rank 1 has two attempts."""
     run = launch(local, "bars:fail_once", 2, run_id="mine")
     assert run.wait(60)
     run = resume(run)

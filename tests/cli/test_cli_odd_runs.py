@@ -1,4 +1,4 @@
-"""Verbs on runs that are damaged, named in odd ways, or somebody else's."""
+"""Verbs on runs that are damaged, that have unusual names, or that belong to another user."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_logs_cancel_and_rm_print_one_document(here: HereInstead, local: LocalPr
     run = launch(local, "job:hang", 2, run_id="mine")
     eventually(lambda: all("hanging" in run.logs(rank) for rank in (0, 1)))
     assert here.replicas("logs", "mine", "--json").json["replicas"] == [
-        {"rank": 0, "log": "hanging\n"},
-        {"rank": 1, "log": "hanging\n"},
+        {"rank": 0, "members": None, "log": "hanging\n"},
+        {"rank": 1, "members": None, "log": "hanging\n"},
     ]
     assert [row["rank"] for row in here.replicas("logs", "mine", "--json", "-r", 1).json["replicas"]] == [1]
     assert "Remove --json or --follow." in here.replicas("logs", "mine", "--json", "-f").stderr
@@ -95,7 +95,7 @@ def test_logs_cancel_and_rm_print_one_document(here: HereInstead, local: LocalPr
 
 
 def shared_with_a_group(folder: Path) -> None:
-    """Make a folder in which runs are not for their user alone."""
+    """Make a folder in which other users can read runs."""
     folder.mkdir()
     folder.chmod(0o775)
 
@@ -107,7 +107,7 @@ def test_the_error_names_a_folder_that_belongs_to_another_user(
 ) -> None:
     shared_with_a_group(tmp_path / "runs")
     launch(local, "job:main", 1, run_id="mine", rendezvous=tmp_path / "runs").wait()
-    here.replicas("logs", tmp_path / "runs" / "mine")  # all that is imported is
+    here.replicas("logs", tmp_path / "runs" / "mine")  # the whole import
     for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)
     (tmp_path / locked).chmod(0o700)
@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_read_hides_no_other_run(
     shared_with_a_group(runs)
     for run_id in ("mine", "private"):
         launch(local, "job:main", 1, run_id=run_id, rendezvous=runs).wait()
-    here.replicas("ls", "--rendezvous", runs)  # all that is imported is
+    here.replicas("ls", "--rendezvous", runs)  # the whole import
     for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)
     for name in ("private", "lost+found"):
@@ -147,9 +147,9 @@ def test_a_folder_that_cannot_be_read_hides_no_other_run(
 def test_a_home_that_may_not_be_entered_is_reported_with_the_variable_to_set(
     here: HereInstead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a container whose image says HOME=/root, and whose user is another."""
+    """The image of the container sets HOME=/root, and its user is not root."""
     for verb in NEED_A_HOME:
-        here.replicas(*verb, *(["--dry-run"] if verb[0] == "launch" else []))  # all that is imported is
+        here.replicas(*verb, *(["--dry-run"] if verb[0] == "launch" else []))  # the whole import
     for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)
     (home := tmp_path / "root").mkdir(mode=0o700)
@@ -173,7 +173,7 @@ def test_a_home_that_may_not_be_entered_is_reported_with_the_variable_to_set(
 def test_the_error_for_a_user_without_a_home_names_the_variable_to_set(
     here: HereInstead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a number that no system knows, in a container or a unit that sets no HOME."""
+    """The user is a number without a name, as in a container or a systemd unit without HOME."""
     without_a_home(monkeypatch)
     for verb in NEED_A_HOME:
         told = here.replicas(*verb, "--json")
@@ -202,7 +202,7 @@ def without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_machine_without_a_place_for_runs_names_a_run_by_its_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a replica does, for a tracker: it needs no such place, and makes none."""
+    """A replica reads a run for a tracker. It needs no home, and makes no folder there."""
     for place in (tmp_path / "new", Path("/dev/null/there")):
         monkeypatch.setenv("XDG_STATE_HOME", str(place))
         assert reference("mine", "s3://bucket/runs") == "s3://bucket/runs/mine"

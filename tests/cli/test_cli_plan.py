@@ -1,4 +1,4 @@
-"""`replicas plan`, and what `replicas status` makes of it."""
+"""`replicas plan`, and the comparison of a run with the plan in `replicas status`."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_probe_leaves_a_measurement_here_and_nothing_there(here: HereInstead, 
     assert first["processor"]["encode"] != 1.5e9
     twice_as_many = here.replicas("plan", *SMALL, "--n", "4", "--store", there, "--json").json
     assert twice_as_many["processor"]["encode"] <= first["processor"]["encode"]
-    assert twice_as_many["link"]["up"] == pytest.approx(first["link"]["up"] / 2)  # they share the disk
+    assert twice_as_many["link"]["up"] == pytest.approx(first["link"]["up"] / 2)  # the replicas share the disk
 
 
 def test_a_probe_measures_a_bucket_and_leaves_nothing_there(here: HereInstead, s3: S3Server) -> None:
@@ -214,8 +214,8 @@ ROUND = {
 def test_status_compares_the_rounds_of_a_run_with_the_plan(here: HereInstead, local: LocalProcessExecutor) -> None:
     with launch(local, "job.py:hang", 1, run_id="mine") as run:
         for changed, said in (
-            ({"busy_s": None}, ""),  # by a version that did not measure it
-            ({"wire": "int2"}, ""),  # by one that knows more
+            ({"busy_s": None}, ""),  # written by a version that did not measure this speed
+            ({"wire": "int2"}, ""),  # written by a later version with more fields
             ({"elements": 2**53}, ""),
             ({}, "rounds take 2.1x the plan: 26.5 s, planned 12.6 s (48 ms, 210 MB/s up, 260 MB/s down, measured 2026"),
         ):
@@ -229,7 +229,9 @@ def test_status_compares_the_rounds_of_a_run_with_the_plan(here: HereInstead, lo
 
 
 def test_status_of_a_long_run_lists_the_measurements_of_four_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each what its newest attempt measured, or the one before, where that had no round yet."""
+    """For each rank, the measurements of its newest attempt count, or of the previous attempt if the newest has had no
+    round yet.
+    """
     store, listed = MemoryStore(), set[str]()
     for rank in range(8):
         for attempt in range(3):

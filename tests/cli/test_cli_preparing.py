@@ -1,4 +1,4 @@
-"""The seconds before a run is on record: what a launch shows, and what `status` says of it meanwhile and afterwards."""
+"""The seconds before a run has a record: the output of the launch, and of `status` during that time and afterwards."""
 
 from __future__ import annotations
 

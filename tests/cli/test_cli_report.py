@@ -1,4 +1,4 @@
-"""`replicas report`: a run as one page, wherever it is and however far."""
+"""`replicas report`: a run in any store, at any stage, as one page."""
 
 from __future__ import annotations
 

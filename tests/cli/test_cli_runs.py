@@ -154,7 +154,8 @@ def test_a_closed_pipe_is_silent_and_a_full_disk_under_the_output_is_one_error(
     folder: Folder, local: LocalProcessExecutor
 ) -> None:
     def in_shell(command: str) -> tuple[int, str, str]:
-        line = f"unset PYTHONUNBUFFERED; {' '.join(COMMAND)} {command}"  # which hides what is flushed at exit
+        # this would hide output that is flushed at exit
+        line = f"unset PYTHONUNBUFFERED; {' '.join(COMMAND)} {command}"
         done = subprocess.run(["bash", "-c", line], cwd=folder.path, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout, done.stderr
 
@@ -237,7 +238,7 @@ def test_collect_writes_results_logs_and_artifacts_into_a_folder(
 ) -> None:
     ended(local, "keep", 2)
     out = here.folder.path / "deep" / "out"
-    for _ in range(2):  # also over what is there
+    for _ in range(2):  # also over existing files
         result = here.replicas("collect", "mine", "--out", out, "--json")
         assert (result.code, result.json["out"]) == (0, str(out))
     assert result.json["replicas"][0]["result"] == {"loss": None}  # strict JSON has no NaN
@@ -327,7 +328,7 @@ def test_collect_names_a_log_that_cannot_be_read_and_reports_that_by_its_exit_co
     ended(local, "keep", 2)
     (log, *_) = sorted(state_home.rglob("output.log"))
     log.unlink()
-    log.mkdir()  # as unreadable to everybody as another user's file is to us
+    log.mkdir()  # a file that no user can read, like a private file of another user
     told = here.replicas("collect", "mine", "--out", here.folder.path / "out")
     assert told.code == 1
     why = f"{log} cannot be read (Is a directory); this is the end that its outcome kept"

@@ -1,4 +1,4 @@
-"""Entrypoints as people write them: parsers of options, decorators, packages that `python -m` runs."""
+"""Entrypoints as users write them: parsers of options, decorators, packages that `python -m` runs."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ COMMAND = "import sys; from executors.cli import main; sys.exit(main())"
 
 @pytest.fixture
 def trapped(folder: Folder) -> Folder:
-    """A user's folder full of modules that nothing but the user's code may import."""
+    """A user's folder with modules that only the user's code may import."""
     for name in TRAPS:
         (folder.path / f"{name}.py").write_text(TRAP)
     for name in ("utils", "test"):
@@ -42,7 +42,7 @@ def trapped(folder: Folder) -> Folder:
 
 
 def command(folder: Folder, *arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Call the command as its installed script does, whose folder is not the user's."""
+    """Call the command like its installed script, whose folder is not the folder of the user."""
     script = folder.path.parent / "bin/replicas"
     script.parent.mkdir(exist_ok=True)
     script.write_text(COMMAND)

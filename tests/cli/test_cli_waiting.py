@@ -24,7 +24,7 @@ def test_the_reason_for_a_wait_is_printed_only_when_it_changes(local: Any) -> No
     done = run.status()
 
     def look(*words: str) -> list[str]:
-        """Show replicas that wait for these, and return what was printed, without the time."""
+        """Show replicas that wait for these reasons, and return the printed lines without the time."""
         output.console.file = io.StringIO()
         waiting = [ReplicaState(rank, 0, ReplicaStatus.PENDING, doing=doing) for rank, doing in enumerate(words)]
         view.update(replace(done, replicas=waiting))

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
 
 class TestSlurmJobs(JobServiceContract):
-    patience_s = 150.0  # a limit is at least one minute, and looked at every 30 s
+    patience_s = 150.0  # a limit is at least one minute, and Slurm checks it every 30 s
 
     @pytest.fixture
     def service(self, slurm: Cluster) -> JobService:

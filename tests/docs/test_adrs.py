@@ -23,6 +23,8 @@ FILE_NAME = re.compile(r"[\w/]*\w+\.(?:py|html|txt|ipynb)\b")
 """A file in a piece of code. Names of records in a store end otherwise."""
 
 
+RESERVED = frozenset({"0078", "0079", "0080", "0081"})
+"""The numbers of records that are being written on other branches. Remove a number when its record is here."""
 FILES_OF_USERS = {
     *("train.py", "requirements.txt", "logging.py", "random.py", "numpy.py", "executors.py", "types.py", "utils.py"),
     *("test.py", "calendar.py", "queue.py", "my_jobs.py"),
@@ -100,7 +102,7 @@ def test_the_number_of_an_absorbed_adr_is_not_used_again() -> None:
     numbers = {number_of(adr) for adr in adrs()}
     assert numbers & {*absorbed} == set(), "give it the number after the highest in ADRs/README.md"
     assert {number for _, new in rows for number in re.findall(r"\d{4}", new)} <= numbers
-    missing = {f"{number:04}" for number in range(1, int(max(numbers)) + 1)} - numbers
+    missing = {f"{number:04}" for number in range(1, int(max(numbers)) + 1)} - numbers - RESERVED
     assert sorted(missing) == sorted(absorbed), "the table of absorbed records has each number that has no record"
 
 

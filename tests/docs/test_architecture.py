@@ -1,6 +1,6 @@
-"""The rules that keep the house in order: who may import whom, what importing costs, how long a file may be.
+"""The rules of the architecture: which files may import which, the cost of imports, and the names of records.
 
-One test a rule; each lists all that break it.
+Each rule has one test, which lists all files that break the rule.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from pathlib import Path
 import pytest
 from support.floors import FLOORS
 
+from executors import process
 from executors.store import record_names
 
 ROOT = Path(__file__).parents[2]
 DILOCO_USES = (
     *("executors.store", "executors.replica", "executors.errors", "executors.attempt", "executors.patience"),
-    "executors.process",  # the one file that knows operating systems has memory that processes share
+    "executors.process",  # the one folder that knows operating systems has memory that processes share
 )
 SDKS = {
     "modal": "executors/backends/modal*.py",
@@ -35,10 +36,11 @@ SDKS = {
     "wandb": "executors/view/report/trackers/wandb.py",
     "mlflow": "executors/view/report/trackers/mlflow.py",
 }
-STANDS_ALONE = "executors/shipping/bootstrap.py"  # runs where our packages are not yet
+STANDS_ALONE = "executors/shipping/bootstrap.py"  # this file runs before our packages are installed
 RUN_WITHOUT_US = (STANDS_ALONE, "executors/shipping/install_progress.py")
-SYSTEMS = "executors/process.py"
-"""The only file that calls what one operating system has and another lacks."""
+PROCESS_NAMES = process.__all__
+SYSTEMS = "executors/process/"
+"""The only folder that calls functions that some operating systems lack."""
 OF_ONE_SYSTEM = (
     *("sys.platform", "platform.system", "os.uname", "os.name"),
     *("os.pipe2", "os.pidfd_open", "signal.pidfd_send_signal", "os.memfd_create", "os.sched_getaffinity"),
@@ -50,7 +52,6 @@ OF_ONE_SYSTEM = (
 OF_LINUX = ("/proc/", "/sys/fs/", "/dev/shm", "prctl")
 SYSTEMS_ALLOWED = {
     ("executors/worker/probe.py", "platform.system"): "doctor prints the name of the system",
-    ("executors/supervisor/activity.py", "/proc/"): "measures for a supervisor, which needs Linux; one idea, one file",
     (
         "executors/worker/chaos.py",
         "/sys/fs/",
@@ -61,7 +62,9 @@ SYSTEMS_ALLOWED = {
 TESTING = ("executors.testing", "diloco.testing")
 REPEATED = ("__init__.py", "__main__.py", "errors.py", "executor.py", "protocol.py", "settings.py")
 BORDER = ("executors.backend", "executors.registry.placements", "executors.registry.run_placements")
-"""The files that make a backend of what a user gives, and return it: only they know kinds of executors."""
+"""The files that make a backend from the user's executor, and return the executor. Only these files know kinds of
+executors.
+"""
 KINDS_OF_EXECUTORS = re.compile(r"Backend|PlacedBackend|Placements|ServerlessExecutor|\w+(Backend|Placements|Executor)")
 MAX_METHODS = 20
 ROOMS_COUNTED = (
@@ -94,7 +97,9 @@ def tree_of(path: Path) -> ast.Module:
 
 @cache
 def imports_of(path: Path, *, only_at_the_top: bool = False) -> frozenset[str]:
-    """The modules a file imports, as dotted names, also for the type checker alone; `from a import b` is a and a.b."""
+    """Return the modules that a file imports, as dotted names. Imports for the type checker count, and `from a import
+    b` is a and a.b.
+    """
     tree = tree_of(path)
     found: set[str] = set()
     for node in tree.body if only_at_the_top else ast.walk(tree):
@@ -112,7 +117,7 @@ def is_inside(name: str, *packages: str) -> bool:
 
 
 def arrows(files: Mapping[str, Path]) -> dict[str, set[str]]:
-    """Return for each file those of the others that it imports."""
+    """Return for each file the other files that it imports."""
     found = {}
     for name, path in files.items():
         imported = set(imports_of(path) & files.keys())
@@ -203,7 +208,7 @@ def test_no_backend_imports_another() -> None:
 
 
 def test_outside_of_the_border_no_code_asks_for_the_kind_of_an_executor() -> None:
-    """Code asks a backend a question instead, such as `backend.starts_single_ranks`."""
+    """Code asks the backend a question instead of checking its type, such as `backend.starts_single_ranks`."""
 
     offenders = []
     for name, path in files_of("executors").items():
@@ -219,7 +224,9 @@ def test_outside_of_the_border_no_code_asks_for_the_kind_of_an_executor() -> Non
 
 
 def test_one_flow_alone_starts_replicas() -> None:
-    """Every start holds a lease, keeps handles and is undone in the same way: it goes through `start_attempts`."""
+    """Every start takes a lease, keeps handles and is undone in the same way, because all starts use
+    `start_attempts`.
+    """
     callers = {
         name
         for name, path in files_of("executors").items()
@@ -240,7 +247,7 @@ def test_an_sdk_is_imported_by_its_own_adapter_alone_and_lazily() -> None:
     assert offenders == []
 
 
-def test_one_file_alone_knows_operating_systems() -> None:
+def test_one_folder_alone_knows_operating_systems() -> None:
     found = set()
     for path in files_of("executors", "diloco").values():
         where = str(path.relative_to(ROOT))
@@ -250,7 +257,28 @@ def test_one_file_alone_knows_operating_systems() -> None:
                 found |= {(where, name)} if name in OF_ONE_SYSTEM else set()
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
                 found |= {(where, part) for part in OF_LINUX if node.value.startswith(part)}
-    assert {each for each in found if each[0] != SYSTEMS} <= SYSTEMS_ALLOWED.keys(), "put the call into that file"
+    assert {each for each in found if not each[0].startswith(SYSTEMS)} <= SYSTEMS_ALLOWED.keys(), "put the call there"
+
+
+def test_each_system_has_a_file_with_the_same_functions_and_facts() -> None:
+    """A caller never asks which system it runs on: it calls a function, or asks for a fact such as `CAN_FORK`."""
+
+    def offered(name: str) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for node in tree_of(ROOT / SYSTEMS / name).body:
+            if isinstance(node, ast.FunctionDef):
+                # The folders of Linux's control groups have defaults, which tests replace.
+                found[node.name] = [each.arg for each in node.args.args if each.arg not in ("root", "own")]
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                found[getattr(target, "id", "_")] = []
+        facade = {name for name in PROCESS_NAMES if name in found}
+        return {name: parameters for name, parameters in found.items() if name in facade}
+
+    linux = offered("linux.py") | offered("linux_activity.py")
+    linux["take_sample"] = ["now", "ignored_threads"]
+    assert linux == offered("macos.py")
+    assert len(linux) > 50
 
 
 def test_on_windows_importing_and_the_command_say_one_sentence() -> None:
@@ -331,7 +359,7 @@ def test_one_basename_has_one_role() -> None:
 
 
 def test_private_functions_take_seven_values_at_most() -> None:
-    """Four values that travel together are a thing with a name."""
+    """Four values that functions pass together become a class with a name."""
     offenders = []
     for name, path in files_of("executors", "diloco").items():
         for node in ast.walk(tree_of(path)):
@@ -342,7 +370,7 @@ def test_private_functions_take_seven_values_at_most() -> None:
 
 
 def test_the_name_of_a_record_is_written_in_one_file() -> None:
-    """Who needs a record asks a typed method, or takes the name from there."""
+    """Code that needs a record calls a typed method, or takes the record's name from that file."""
     names = {name for name in vars(record_names).values() if isinstance(name, str) and name.endswith(".json")}
     assert {"run.json", "started.json", "outcome.json", "heartbeat.json", "handle.json", "intent.json"} <= names
     offenders = []

@@ -1,4 +1,4 @@
-"""The tutorial of the first cloud run goes through, command by command, at services on loopback."""
+"""Runs each command of the tutorial of the first cloud run, with services on loopback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_reader_with_the_page_alone_gets_through_the_first_cloud_run(
 ) -> None:
     service = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "MODAL_", "REPLICAS_REN"))}
     path = DOCS / "tutorial/first-cloud-run.md"
-    # A sandbox of the stand-in that has a GPU has only as much of torch as the worker asks before the entrypoint.
+    # A sandbox of the stand-in with a GPU has only the parts of torch that the worker uses before the entrypoint.
     page = PageRun(path, tmp_path / "folder", tmp_path / "home", service, lacks=" --gpu T4")
     page.run()
     assert len(modal_runs.sandboxes) == 2, "`--dry-run` starts nothing"

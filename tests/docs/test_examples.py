@@ -1,4 +1,4 @@
-"""The examples run as they are shipped: the notebook in a real kernel, the smoke test under pytest."""
+"""The examples run without changes: the notebook in a real kernel, the smoke test under pytest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The quickstart, executed cell by cell; and behind it a run that is shown and then cancelled."""
+    """The quickstart, executed cell by cell, and after it a run that is shown and then cancelled."""
     folder = tmp_path_factory.mktemp("notebook")
     kernels = folder / "share" / "jupyter" / "kernels" / "here"
     kernels.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The example that people start from runs as its folder says, offline."""
+"""The example `finetune`, from which users start, runs offline as its README describes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from support.cli import Folder
 
 FINETUNE = Path(__file__).parents[2] / "examples" / "finetune"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a minute, most of it imports
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # it takes a minute, mostly for imports
 
 
 def test_the_profile_of_a_laptop_trains_evaluates_and_leaves_a_model_with_its_report(folder: Folder) -> None:

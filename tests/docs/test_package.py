@@ -1,4 +1,5 @@
-"""What is published works by itself: built from a copy of what git has, and installed where nothing else is.
+"""The published package works by itself: it is built from a copy of the files in git, and installed into an empty
+environment.
 
 Commands run in an empty folder with an empty HOME, so that nothing of the checkout is found. `make package` runs this,
 and leaves wheel and sdist in `dist/`.
@@ -31,7 +32,7 @@ PARTS = {
     "lightning": "diloco.trainers.lightning",
     "tensorboard": "tensorboard.summary.writer.event_file_writer, executors.view.report.tensorboard",
 }
-"""What an extra is for that is no backend."""
+"""The purpose of each extra that is not for a backend."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -57,7 +58,7 @@ class Environment:
         )
 
     def run(self, folder: Path, *command: str) -> str:
-        """Run a command of this environment as somebody who has nothing else."""
+        """Run a command of this environment as a user without any other setup."""
         home = folder / "home"
         home.mkdir(exist_ok=True)
         path = os.pathsep.join([str(self.folder / "bin"), "/usr/bin", "/bin"])
@@ -94,7 +95,7 @@ def wheel(scratch: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(scratch: Path, wheel: Path) -> Environment:
-    """An environment with the wheel and what it depends on."""
+    """An environment with the wheel and its dependencies."""
     environment = Environment(scratch / "environment")
     environment.install(wheel)
     return environment
@@ -111,7 +112,7 @@ def test_the_wheel_holds_the_two_packages_and_nothing_else(wheel: Path) -> None:
 
 @pytest.fixture(scope="module")
 def training(scratch: Path, wheel: Path, installed: Environment) -> Environment:
-    """An environment with what training needs, too."""
+    """An environment that also has the packages of training."""
     environment = Environment(scratch / "training", below=installed)
     environment.install(f"{wheel}[diloco]")
     return environment
@@ -167,6 +168,6 @@ def test_without_extras_what_is_missing_is_said_with_the_command_that_installs_i
 
 
 def problems(environment: Environment, folder: Path) -> dict[str, str | None]:
-    """What keeps each backend from being used."""
+    """The reason why each backend cannot be used."""
     rows = json.loads(environment.run(folder, "python", "-m", "executors.cli", "backends", "--json"))
     return {row["name"]: row["problem"] for row in rows["backends"]}

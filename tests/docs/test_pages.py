@@ -22,7 +22,7 @@ def test_the_blocks_of_a_page_do_what_the_page_shows(page: str, tmp_path: Path) 
 
 
 def test_each_page_has_commands_that_are_accepted_and_code_that_compiles() -> None:
-    """That is quick, so `make test` has it of each page. `make test-all` runs the slow pages as well."""
+    """This check is quick, so `make test` makes it for each page. `make test-all` also runs the slow pages."""
     wrong = []
     for page in BY_HAND:
         for block in blocks_of((DOCS / page).read_text(encoding="utf-8")):
@@ -33,7 +33,8 @@ def test_each_page_has_commands_that_are_accepted_and_code_that_compiles() -> No
                     check_fragment(block.text)
                 elif block.language == "console":
                     for command, _ in commands_of(block.text):
-                        if "--profile" not in command:  # the file of its profiles is there only where the page runs
+                        # the settings file with these profiles exists only while the page runs
+                        if "--profile" not in command:
                             check_command(command)
             except AssertionError as error:
                 wrong.append(f"docs/{page}, line {block.line}: {error}")

@@ -1,4 +1,4 @@
-"""Each picture of the documentation is made by its recipe, and says in words what it shows."""
+"""Each picture of the documentation is made by its recipe, and has a text that describes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users may rely on by name."""
+"""The public names, on which users may rely."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_executors_offers_exactly_these_names() -> None:
 
 
 def test_a_run_offers_exactly_these_names_and_documents_each() -> None:
-    """The command takes what it needs beyond them from `view_of(run)` and `manager_of(run)`."""
+    """The command takes everything else from `view_of(run)` and `manager_of(run)`."""
     names = [
         "add",
         "artifacts",

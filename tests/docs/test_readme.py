@@ -25,12 +25,17 @@ from torch.optim import swa_utils
 
 from diloco import DiLoCo
 from diloco.testing import run_replicas
+from docs.generate.pages import PAGES as FROM_CODE
 from executors import attach, launch, list_runs
 from executors.replica import Replica
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = [README, *(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in path.parts)]
+# A build of the site leaves pages made from the code in the same folder. They have no recipes, and other directives.
+BY_HAND = [
+    path for path in sorted((ROOT / "docs").rglob("*.md")) if str(path.relative_to(ROOT / "docs")) not in FROM_CODE
+]
+PAGES = [README, *(path.read_text() for path in BY_HAND if "_build" not in path.parts)]
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 PYTHON = [block.text for block in BLOCKS if block.language == "python"]
 SHELL = [re.sub(r"(?m)^\$ ", "", block.text) for block in BLOCKS if block.language in ("sh", "console")]
@@ -38,7 +43,7 @@ TEXT = [block.text for block in BLOCKS if block.language == "text"]
 
 
 def block_with(blocks: list[str], words: str) -> str:
-    """Return the first block that has these words; the README's blocks come first."""
+    """Return the first block with these words. Blocks of the README come first."""
     return next(text for text in blocks if words in text)
 
 
@@ -91,7 +96,8 @@ def test_the_commands_run_scripts_as_they_are(here: HereInstead) -> None:
     for line in block_with(SHELL, "as python train.py").splitlines():
         program, *arguments = shlex.split(line, comments=True)
         (folder / "train.py").write_text(hydra if "hydra" in line else options)
-        arguments = ["+lr=1e-3" if each == "lr=1e-3" else each for each in arguments]  # no file of defaults is here
+        # this folder has no settings file
+        arguments = ["+lr=1e-3" if each == "lr=1e-3" else each for each in arguments]
         told = here.replicas(*arguments[: -1 - arguments[::-1].index("--")], *FAST, *arguments[arguments.index("--") :])
         assert (program, told.code) == ("replicas", 0), told
         printed.append(here.replicas("logs", told.stdout.split(":")[0], "--rank", "3").stdout)
@@ -212,7 +218,7 @@ def test_the_loop_over_epochs_ends_with_the_run_and_begins_where_the_run_is() ->
     where: dict[str, Any] = {"store": MemoryStore(), "run_id": "epochs", "rank": 0, "world_size": 1}
     trained: list[int] = []
     diloco = DiLoCo(model, inner_steps=2, total_steps=10, outer_lr=1.0, outer_momentum=0.0, **where)
-    for _ in range(4):  # as many as an earlier attempt made
+    for _ in range(4):  # the number of steps of an earlier attempt
         diloco.step()
     loader = CountedLoader()
     scope = {"diloco": diloco, "loader": loader, "itertools": itertools, "train_on": trained.append}
@@ -223,7 +229,7 @@ def test_the_loop_over_epochs_ends_with_the_run_and_begins_where_the_run_is() ->
 
 
 def test_the_loop_over_epochs_continues_to_the_end_of_the_run_where_some_of_its_steps_do_not_count() -> None:
-    """As in a replica that was started again, and makes steps ahead of the others."""
+    """The replica was started again, and makes steps ahead of the others."""
     from executors.store import MemoryStore
 
     model = torch.nn.Linear(1, 1)
@@ -297,7 +303,7 @@ def test_a_schedule_of_epochs_is_right_in_a_replica_that_came_back() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     where: dict[str, Any] = {"store": MemoryStore(), "run_id": "epochs", "rank": 0, "world_size": 1}
     diloco = DiLoCo(model, inner_steps=2, total_steps=12, outer_lr=1.0, outer_momentum=0.0, **where)
-    for _ in range(4):  # as many as an earlier attempt made: the first epoch
+    for _ in range(4):  # the number of steps of an earlier attempt: the first epoch
         optimizer.step()
         diloco.step()
     rates: list[float] = []
@@ -315,7 +321,9 @@ def test_a_schedule_of_epochs_is_right_in_a_replica_that_came_back() -> None:
 
 
 def run_recipe(words: str, make: Callable[[torch.nn.Module], dict[str, Any]], after_step: str = "") -> list[Any]:
-    """Run a recipe of the README in two replicas that train on different data; return the tensors that it averages."""
+    """Run a recipe of the README in two replicas that train on different data. Return the tensors that the recipe
+    averages.
+    """
 
     def body(where: Mapping[str, Any]) -> Any:
         torch.manual_seed(where["rank"])
@@ -382,9 +390,9 @@ def test_the_recipe_for_master_weights_ends_with_one_model() -> None:
 
 def test_the_recipe_for_an_optimizer_that_begins_at_the_first_weights_ends_with_one_model() -> None:
     class DualAveraging(torch.optim.Optimizer):
-        """Each step computes the weights from the first ones and the sum of all gradients.
+        """Each step computes the weights from the first weights and the sum of all gradients.
 
-        The first ones are divided by 4, so that they are not warned of as a copy of the weights.
+        The first weights are divided by 4, so that no warning takes them for a copy of the weights.
         """
 
         def __init__(self, parameters: Any) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
+from docs.generate.command import with_option_names
 from docs.generate.pages import PAGES
 from docs.generate.surface import surface
 
@@ -132,3 +133,8 @@ def test_each_json_document_has_one_section_with_each_of_its_fields() -> None:
         name = field.rpartition(".")[2]
         wrong += [] if not field or rows[name] >= 1 else [f"{document}: {field} has no row"]
     assert wrong == []
+
+
+def test_an_option_in_a_help_text_is_code_on_a_page() -> None:
+    assert with_option_names("Needs --restarts, or `a --b`.") == "Needs `--restarts`, or `a --b`."
+    assert with_option_names("Words after -- are a command; --n N.") == "Words after -- are a command; `--n` N."

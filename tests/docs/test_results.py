@@ -56,7 +56,9 @@ def above_alone(measured: list[Any], setting: str) -> dict[Any, float]:
 
 @pytest.fixture(scope="module")
 def wins(measured: list[Any]) -> Callable[[str, str, int], float]:
-    """Return a function: of the plans with so many inner steps, the share where one setting ends below another."""
+    """Return a function. It returns the share of plans, among those with a number of inner steps, in which one setting
+    ends below another.
+    """
 
     def share(one: str, other: str, inner_steps: int) -> float:
         ours, theirs = losses(measured, one, inner_steps), losses(measured, other, inner_steps)
@@ -75,7 +77,7 @@ def test_the_pages_show_the_numbers_of_the_file(script: Any, measured: list[Any]
 
 
 def test_plain_averaging_is_not_advised_if_momentum_measured_better(wins: Callable[..., float]) -> None:
-    """A run of few rounds gave away most of what the second replica brings, when it averaged plainly."""
+    """With plain averaging, a run of few rounds lost most of the gain of the second replica."""
     for inner_steps in (10, 50):
         assert wins(LOWER, PLAIN, inner_steps) > 0.8
         assert wins(HIGHER, PLAIN, inner_steps) > 0.5

@@ -48,6 +48,18 @@ def test_no_page_loads_anything_from_another_host(site: Path) -> None:
     assert not found, "\n".join(found)
 
 
+def test_each_cell_of_a_wide_table_names_its_column(site: Path) -> None:
+    """On a narrow screen the cells of a row stack, and a number without its column has no meaning."""
+    page = (site / "results" / "outer_settings.html").read_text(encoding="utf-8")
+    wide = page.rpartition("<table")[2]
+    assert wide.count("<td") == wide.count('data-column="')
+    assert 'data-column="inner_steps"' in wide
+    compares = (site / "how-to" / "multi-gpu.html").read_text(encoding="utf-8")
+    assert 'data-column="one replica for each machine"' in compares
+    narrow = (site / "reference" / "exit-codes.html").read_text(encoding="utf-8")
+    assert "data-column" not in narrow
+
+
 def test_no_style_sheet_loads_anything_from_another_host(site: Path) -> None:
     sheets = [path.read_text(encoding="utf-8", errors="replace") for path in site.rglob("*.css")]
     assert not [each for text in sheets for each in re.findall(r"url\(['\"]?(https?://[^)]*)", text)]

@@ -1,4 +1,4 @@
-"""The two tiers of tests: what `make test` leaves to `make test-all` exists, and no contract is among it."""
+"""The two tiers of tests: each test that only `make test-all` runs exists, and none of them is a contract."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The command and `launch()` on a laptop that is not Linux, with fake clouds.
 
-The client alone acts macOS. The fake clouds and the containers of their replicas are the same as in every other test.
+Only the client emulates macOS. The fake clouds and the containers of their replicas are the same as in every other
+test.
 """
 
 from __future__ import annotations

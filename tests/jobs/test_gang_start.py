@@ -241,7 +241,7 @@ def test_starts_that_wait_are_interrupted_by_the_undo(machines: Machines) -> Non
 
 
 def test_a_start_that_begins_to_wait_after_the_launch_was_given_up_is_interrupted_as_well(machines: Machines) -> None:
-    """It was looking for its app, or for its image, when the others were interrupted."""
+    """This start was looking for its app or its image when the other starts were interrupted."""
     looks, given_up, waits, decides = (threading.Event() for _ in range(4))
 
     def interrupt(_: FakeJobs) -> None:
@@ -272,7 +272,7 @@ def test_a_launch_prints_its_progress(machines: Machines) -> None:
     attached().cancel()
 
 
-# Launchers that died
+# --- launchers that died
 
 
 def abandon_intent(run: Run, age_s: float) -> None:

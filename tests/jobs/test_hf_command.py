@@ -129,7 +129,10 @@ def test_the_price_is_printed_before_the_launch_and_limits_the_time(hf: HubServe
     told = here.replicas(*LAUNCH, "--n", 2, "--gpu", "T4", "--max-cost", "80", "--timeout", "90", "--dry-run")
     assert told.json["timeout_s"] == 90
     told = here.replicas(*LAUNCH, "--n", 2, "--max-cost", "1", "--option", "flavor=of-tomorrow")
-    assert (told.code, "has no prices for this, so max_cost=1 (--max-cost) cannot be enforced." in told.stderr) == (
+    assert (
+        told.code,
+        "has no price for these replicas, so max_cost=1 (--max-cost) cannot be enforced." in told.stderr,
+    ) == (
         2,
         True,
     )

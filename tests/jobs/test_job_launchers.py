@@ -219,7 +219,7 @@ def test_a_launcher_whose_token_is_refused_while_it_watches_continues_or_reports
         assert attach("otter").wait(60)
 
 
-# Two at once
+# --- two launchers at the same time
 
 
 def test_one_run_launched_twice_at_the_same_time_is_started_once(hf: HubServer, folder: Folder) -> None:
@@ -251,7 +251,7 @@ def test_ranks_that_two_processes_resume_at_once_have_one_job_more(hf: HubServer
     assert any("AlreadyResumedError" in line for said in told for line in said), "the two never met"
 
 
-# On another machine
+# --- a launcher on another machine
 
 
 def test_another_machine_follows_cancels_and_collects_with_the_url_alone(

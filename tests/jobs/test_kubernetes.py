@@ -14,6 +14,7 @@ import pytest
 from servers.kubernetes.server import ApiServer
 from support.fake_jobs import FakeJob, Machines, attached, start, wait_until_hanging
 from support.kubernetes_jobs import SLEEP, job, started, state
+from support.kubernetes_objects import made_from
 
 from executors import attach, launch
 from executors.attempt import Attempt
@@ -215,7 +216,7 @@ def test_a_pod_that_should_be_gone_has_ended_once_the_heartbeat_of_its_replica_h
     evicted = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
     metadata = {"deletionTimestamp": datetime.now(UTC) + timedelta(seconds=gone_by_s)}
     status = {"phase": "Running", "conditions": [evicted]}
-    told = state_of(client.V1Pod.from_dict({"metadata": metadata, "status": status}), None, 0)
+    told = state_of(made_from(client.V1Pod, {"metadata": metadata, "status": status}), None, 0)
     with monkeypatch.context() as patch:
         patch.setattr(FakeJob, "state", lambda job: told)
         for _ in range(2):

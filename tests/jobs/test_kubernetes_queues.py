@@ -23,7 +23,7 @@ def _patient_kubelet(k8s: ApiServer) -> None:
 
 
 def admitted(k8s: ApiServer, n: int = 2, **more: object) -> tuple[Run, str]:
-    """Launch replicas that hang through a queue, which admits them; return the run, and the name of its Job."""
+    """Launch replicas that hang, through a queue that admits them. Return the run, and the name of its Job."""
     options: dict[str, Any] = {"restarts": "none", **more}
     run = launch(KubernetesExecutor(queue="team"), "job.py:hang", n, env=HURRIED, run_id="otter", **options)
     (name,) = k8s.cluster.jobs
@@ -76,7 +76,7 @@ def test_the_next_attempt_deletes_the_suspended_jobs_of_its_ranks_and_no_other(k
 
 
 def test_a_job_that_never_ran_stays_in_the_queue_that_took_it_back(k8s: ApiServer) -> None:
-    """A queue takes a Job back, too, whose pods were not all ready in time."""
+    """A queue also takes back a Job if some of its pods were not ready in time."""
     k8s.cluster.kubelet.room = 0
     run = launch(KubernetesExecutor(queue="team"), "job.py:main", 1)
     (name,) = k8s.cluster.jobs

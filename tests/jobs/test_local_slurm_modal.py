@@ -16,7 +16,7 @@ from executors.store import memory
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.timeout(300)]
 
 ARGS = {"steps": 48, "inner_steps": 8, "batch": 2, "data": "text.txt", "seed": 7}
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # sums are taken in another order by more
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # more replicas would add in another order
 
 
 @pytest.mark.usefixtures("slurm")

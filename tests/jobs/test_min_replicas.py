@@ -176,7 +176,7 @@ def test_a_resume_waits_for_missing_ranks_as_long_as_the_launch_did_or_as_its_ow
 
 
 def test_a_time_to_wait_for_the_rest_is_refused_where_all_are_needed(machines: Machines) -> None:
-    with pytest.raises(ValueError, match=r"gather_s= \(--gather\) waits for what min_replicas= .* give both"):
+    with pytest.raises(ValueError, match=r"gather_s= \(--gather\) has an effect only with min_replicas= .* Give both"):
         start(2, gather_s=5)
     run = start(1)
     run.cancel()

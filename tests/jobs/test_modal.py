@@ -113,7 +113,7 @@ def test_no_secret_is_seen_outside_secret_objects(
         }
     ]
     values = ["the-key-of-wandb", TOKEN_SECRET, *CREDENTIALS.values()]
-    # They are nowhere else: not in requests to the service,
+    # The values are nowhere else: not in requests to the service,
     assert {value: modal_runs.requests_carrying(value) for value in values} == {value: [] for value in values}
     # not in the store, except for the result, which the test itself returned,
     store = open_store(s3.url("runs"))
@@ -392,7 +392,7 @@ def test_a_start_that_waits_for_a_gpu_can_be_interrupted_and_leaves_nothing(
 @pytest.mark.slow
 def test_ctrl_c_during_the_wait_for_a_gpu_ends_everything(modal_runs: ModalServer) -> None:
     modal_runs.capacity = 2
-    modal_runs.fail("SandboxGetFromName", Status.NOT_FOUND, times=999)  # of those that wait
+    modal_runs.fail("SandboxGetFromName", Status.NOT_FOUND, times=999)  # --- sandboxes that wait
 
     def interrupt() -> None:
         modal_runs.wait_for("SandboxCreate", 4, within_s=90.0)
@@ -416,7 +416,7 @@ def test_a_version_of_python_is_a_text_wherever_an_option_is_given(
 ) -> None:
     here = HereInstead(Folder(Path.cwd()), monkeypatch, capsys)
     launch = ("launch", "job.py:main", "--backend", "modal", "--n", 1, "--dry-run")
-    for version in ("3.14", "3.10"):  # as a number, the second is 3.1
+    for version in ("3.14", "3.10"):  # as a number, the second version would be 3.1
         told = here.replicas(*launch, "--option", f"python_version={version}", "--option", "memory_mb=512")
         (job,) = told.json["request"]["jobs"]
         assert (job["image"]["debian_slim"], job["memory"]) == (version, 512)

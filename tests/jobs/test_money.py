@@ -1,8 +1,8 @@
 """Users who lose the bucket can still end the jobs that they pay for. If a job cannot be ended, that is reported.
 
 Each row loses the store, or the service, in another way, and then ends a run in another way. Jobs of the stand-in for
-Hugging Face wait for their hardware, so a row starts no process. Limits of time are shortened; what they are for is
-measured with the real ones in the rows marked `slow`.
+Hugging Face wait for their hardware, so a row starts no process. Time limits are shortened. The rows marked `slow` use
+the real limits.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def started(hub: HubServer, n: int = 2, **more: Any) -> Run:
     return run
 
 
-# The store is lost
+# --- the store is lost
 
 
 @pytest.mark.usefixtures("in_a_moment")

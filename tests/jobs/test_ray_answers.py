@@ -373,7 +373,8 @@ def test_the_address_of_the_cluster_comes_from_the_user_and_not_from_a_record(mo
     assert address() == "http://127.0.0.1:8265"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
     assert address() == "http://127.0.0.1:8265"
-    monkeypatch.setenv("RAY_ADDRESS", "ray://elsewhere:10001")  # not the head that may run on this machine
+    # so that the test does not reach a head that may run on this machine
+    monkeypatch.setenv("RAY_ADDRESS", "ray://elsewhere:10001")
     with pytest.raises(ValueError, match=r"'ray://elsewhere:10001' is not the url of a Ray dashboard"):
         address()
     monkeypatch.setenv("RAY_ADDRESS", "https://ray.example/")

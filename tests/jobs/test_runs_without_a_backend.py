@@ -184,7 +184,7 @@ def test_threads_that_look_at_once_count_each_addition_once(go: Path, monkeypatc
 
     def slowly(*args: Any) -> Any:
         found = list(read_additions(*args))
-        with ThreadPoolExecutor(1):  # another thread may come in between
+        with ThreadPoolExecutor(1):  # another thread may act between these two calls
             both_read_if_unguarded(both_read)
         return found
 

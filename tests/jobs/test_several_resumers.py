@@ -168,7 +168,7 @@ def test_ranks_that_several_resume_at_once_have_one_job_more(machines: Machines)
         together.wait()
         with contextlib.suppress(
             AlreadyResumedError, ValueError
-        ):  # the latter when it looked after the first had begun
+        ):  # the second answer comes if the process looked after the other resume had begun
             resume(run)
 
     with ThreadPoolExecutor(4) as pool:

@@ -1,4 +1,4 @@
-"""A signed run on a service that runs jobs: a stranger who can write to its store gets no container started."""
+"""A signed run on a service that runs jobs: a stranger who can write to its store cannot start a container."""
 
 from __future__ import annotations
 

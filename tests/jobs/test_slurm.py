@@ -136,7 +136,7 @@ def test_an_unreachable_controller_counts_as_unavailable_and_can_be_asked_again(
         assert list(pool.map(kind_of, calls)) == ["unavailable"] * len(calls)
 
 
-# --- what is refused
+# --- refused launches
 
 
 def test_a_resource_that_the_cluster_does_not_have_is_refused_before_anything_is_written(
@@ -160,7 +160,7 @@ def test_a_resource_that_the_cluster_does_not_have_is_refused_before_anything_is
             launch(SlurmExecutor(**options), "job.py:main", 2, run_id="otter", **arguments)
     with pytest.raises(RunNotFoundError):
         attach("otter")
-    assert set(slurm.jobs()) <= set(before)  # Slurm forgets some of these meanwhile
+    assert set(slurm.jobs()) <= set(before)  # Slurm may have forgotten some of these jobs
     assert launch(SlurmExecutor(account="known"), "job.py:main", 1).results() == [{"rank": 0}]
 
 
@@ -189,7 +189,7 @@ def test_replicas_may_run_for_as_long_as_their_partition_lets_them(
         attach("otter")
 
 
-# --- what jobs get
+# --- the environment of jobs
 
 
 def test_a_replica_gets_its_own_variables_and_none_of_a_surrounding_job(
@@ -221,9 +221,9 @@ def test_each_process_of_a_replica_has_a_core_unless_the_user_gives_another_numb
     assert "CPUs/Task=2" in job
     assert "NumTasks=1" in job
     assert found["REPLICA_MEMBERS"] == "2"
-    job = JobSpec(JobKey("s3://bucket/runs", "otter", 0, 0), ("true",), (), {}, {}, procs=2)
+    spec = JobSpec(JobKey("s3://bucket/runs", "otter", 0, 0), ("true",), (), {}, {}, procs=2)
     for options, cores in (({"cpus": 1}, "1"), ({"sbatch": ("--cpus-per-task=1",)}, "1"), ({"sbatch": ("-c1",)}, "1")):
-        started_as = SlurmExecutor(**options).service.start(job)
+        started_as = SlurmExecutor(**options).service.start(spec)
         assert f"CPUs/Task={cores}" in slurm.run("scontrol", "show", "job", f"{started_as['id']}_{started_as['task']}")
 
 
@@ -314,7 +314,7 @@ def test_a_job_is_never_begun_again_by_slurm_nor_by_hand(slurm: Cluster, monkeyp
 
 def test_jobs_that_slurm_has_forgotten_end_by_their_outcomes_and_are_not_lost(slurm: Cluster) -> None:
     with slurm.configured(MinJobAge="2"):
-        # so that no process asks Slurm
+        # so that no request goes to Slurm
         run = started(2, "executors.testing.tasks:hang_on", args={"rank": 1}, detach=True)
         eventually(lambda: "hanging" in run.logs(rank=1))
         slurm.kill_job(job_of(run, 1))

@@ -1,6 +1,6 @@
 """Kills real replicas at random and at every call of the rendezvous.
 
-They start again, and the result is not affected.
+The replicas start again, and the result is not affected.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def fault_free_loss(n: int, rounds: int) -> float:
 
 
 def start(folder: Path, n: int, rounds: int, gates: Sequence[int] = (), url: str | None = None, **more: Any) -> Run:
-    """Launch a training; `chaos` is of the launch, and all else of the training."""
+    """Launch a training. `chaos` is an argument of the launch, and all other arguments go to the training."""
     chaos = more.pop("chaos", ())
     args = {"folder": str(folder), "rounds": rounds, "gates": gates, "inner_steps": 20, **more}
     return launch(LOCAL, train, n, args=args, rendezvous=url, seed=SEED, chaos=chaos)
 
 
 def death_of(run: Run, rank: int, attempt: int) -> Outcome:
-    """Wait until an attempt of a rank has ended, and return how."""
+    """Wait until an attempt of a rank has ended, and return its outcome."""
     look = Attempt(view_of(run).store, run.run_id, rank, attempt).outcome
     outcome = eventually(look, f"attempt {attempt} of rank {rank} ends", within_s=45)
     assert outcome is not None
@@ -88,9 +88,9 @@ def test_random_replicas_are_killed_again_and_again_and_the_run_is_as_good(
     is_unharmed(run, 4, 20)
 
 
-AT_THE_END = ("bye", "outcome")  # of a training: no gate comes after these
+AT_THE_END = ("bye", "outcome")  # the number of steps of a training; no gate comes after these
 GATE, ROUNDS = 12, 16
-LATE = "drop"  # ten rounds pass here while a process starts; what it did meanwhile is of another time
+LATE = "drop"  # ten rounds pass while a process starts, so its contribution is for an earlier round
 SHARDED = [*sorted(FAULT_POINTS.keys() - {"own-read"}), *EVERY_REPLICA]  # only a later attempt reads its saved state
 SMALL = ["contribution", "contribution-read", "contribution-delete", "seal", "seal-read"]
 
@@ -109,7 +109,8 @@ def test_a_replica_is_killed_at_a_fault_point_before_and_after_it_and_comes_back
             open_gate(GATE)
         for rank in (1, 2):
             outcome = death_of(run, rank, 0)
-            assert outcome.signal == "SIGKILL" or (point, rank) == ("outcome", 2)  # that attempt had written it
+            # an earlier attempt had written the object
+            assert outcome.signal == "SIGKILL" or (point, rank) == ("outcome", 2)
             if outcome.signal:
                 run = resume(run, ranks=[rank])
     is_unharmed(run, 3, ROUNDS)

@@ -16,7 +16,7 @@ from executors import LocalProcessExecutor, Run, launch
 
 ROUNDS, INNER_STEPS = 3, 3
 BLOCK_ELEMENTS, N_VALUES = 4, 16  # four blocks
-REPLICAS = {False: 4, True: 2}  # by whether the mean is sharded; their weights are exact in binary
+REPLICAS = {False: 4, True: 2}  # the settings with and without a sharded mean; their weights are exact in binary
 
 
 def count_together(sharded: bool) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""A run in a storm: replicas are killed, stopped, hung and starved of memory all the time, and the run is as good."""
+"""A run in a storm: replicas are killed, stopped, hung and starved of memory all the time, and the result is as good as
+without the storm.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from executors.worker.chaos import small_memory
 pytestmark = pytest.mark.slow
 
 TRAIN = f"{Path(__file__).parents[1] / 'benchmarks/restarts_replica.py'}:train"
-SECONDS = float(os.environ.get("REPLICAS_STORM_S", "20"))  # ten minutes, to judge a change of how ends are answered
+SECONDS = float(os.environ.get("REPLICAS_STORM_S", "20"))  # ten minutes, to judge a change of the restart rules
 N, ROUND_S = 4, 0.5
 
 
@@ -75,7 +77,7 @@ def test_a_run_in_a_storm_ends_with_one_anchor_and_leaves_nothing_running(tmp_pa
     )
     until, struck = time.monotonic() + SECONDS * 0.8, Counter[str]()
     while time.monotonic() < until:
-        time.sleep(dice.uniform(0.2, 2.0))  # the pace of the storm
+        time.sleep(dice.uniform(0.2, 2.0))  # seconds between two faults
         kind = dice.choice(kinds)
         struck[kind] += strike(run, tmp_path, dice.randrange(N), kind)
     results = run.results()

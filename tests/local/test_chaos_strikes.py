@@ -73,7 +73,7 @@ def test_running_ranks_are_killed_again_and_again() -> None:
     try:
         killer.strike({})
         eventually(lambda: time.monotonic() > killer.next_at, "it is time")
-        killer.strike({})  # nothing runs: nothing to do until the next time
+        killer.strike({})  # no rank runs, so the next call is due at the next kill
         eventually(lambda: time.monotonic() > killer.next_at, "it is time again")
         killer.strike({rank: pids[rank] for rank in (0, 2, 3)})
         ended = eventually(lambda: {r for r, each in sleepers.items() if each.poll() is not None}, "one has ended")

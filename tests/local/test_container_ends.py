@@ -1,4 +1,4 @@
-"""How a replica in a container ends, and how it comes back there."""
+"""The end of a replica in a container, and its restart there."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_last_64_kib_of_both_streams_are_kept_and_all_of_it_continues(site: 
     spec, process = site.start("talks")
     code, out, err = ended(process)
     outcome = outcome_of(spec)
-    assert (code, outcome.result) == (0, "")  # nothing is to be read from stdin
+    assert (code, outcome.result) == (0, "")  # stdin must have no data
     assert out == "x" * 100_000 + "\nas bytes\non stderr: \N{OTTER}\nno newline", "both go one way, in order"
     assert err == ""
     assert outcome.output_tail.endswith("xx\nas bytes\non stderr: \N{OTTER}\nno newline")

@@ -37,7 +37,7 @@ def main(fails):
 
 
 def train(go: str, rounds: int) -> None:
-    """Fail on rank 2 when told to, after some rounds of rank 1."""
+    """Fail on rank 2 when a file exists, after some rounds of rank 1."""
     import time
 
     me = current_replica()

@@ -75,7 +75,8 @@ def test_a_process_that_may_only_read_is_reported_once_that_it_cannot_end_the_ru
 
 def test_a_process_that_waits_elsewhere_and_cannot_end_the_run_has_no_error(third_party: PopenExecutor) -> None:
     run = launch(third_party, "support.tasks:fail_or_hang", 2, args={"rank": 1}, fail_fast=True)
-    attach(run.run_id, executor=third_party).wait(4)  # the other's marker may have ended it by then
+    # the cancel marker of the other process may have ended the rank by then
+    attach(run.run_id, executor=third_party).wait(4)
     assert run.wait(60)
     assert run.outcomes()[1].status == "failed"
 

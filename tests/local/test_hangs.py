@@ -23,7 +23,7 @@ import pytest
 from support.hanging import COMPUTES, HANGS, SHORT, Watched, kill, start, watch
 
 from executors import LocalProcessExecutor, current_replica, launch
-from executors.process import activity
+from executors.process import HANG_SIGNAL, activity
 from executors.replica import Replica
 from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
@@ -94,9 +94,10 @@ FINE = [go_on_slowly, take_long_for_the_first_step, wait_for_others, compute_in_
 @pytest.fixture(scope="module")
 def hung() -> dict[str, Watched]:
     """Run all kinds of hang at the same time, because each takes some seconds."""
-    asked = f"{SOFT_S}s:{HARD_S}s"
-    ranks = {kind: start(partial(hang_after_two_steps, kind), asked) for kind in HANGS}
-    ranks |= {task.__name__: start(task, asked) for task in FINE}
+    # On a loaded machine, a rank may need seconds to end by its HangError. It must not be killed before.
+    ends = {kind: HARD_S if FOUND[kind][2] == -signal.SIGKILL else 60 for kind in HANGS}
+    ranks = {kind: start(partial(hang_after_two_steps, kind), f"{SOFT_S}s:{ends[kind]}s") for kind in HANGS}
+    ranks |= {task.__name__: start(task, f"{SOFT_S}s:{HARD_S}s") for task in FINE}
     watch(list(ranks.values()))
     return ranks
 
@@ -336,7 +337,7 @@ def test_a_helper_that_a_rank_forks_is_not_watched() -> None:
         pid = os.fork()
         if pid == 0:
             replica.progress(kept=True)
-            os._exit(0 if signal.getsignal(signal.SIGRTMIN + 6) is signal.SIG_DFL else 1)
+            os._exit(0 if signal.getsignal(HANG_SIGNAL) is signal.SIG_DFL else 1)
         assert os.waitpid(pid, 0)[1] == 0
 
     rank = start(fork_a_helper, "off")

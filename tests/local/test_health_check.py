@@ -86,7 +86,7 @@ def test_a_check_that_returns_anything_else_has_not(monkeypatch: pytest.MonkeyPa
 
 
 class OnDevice:
-    """One element of a device that is asked only when it is looked at."""
+    """A tensor of one element, whose device is used only when the value is read."""
 
     def __init__(self, look: Callable[[], object]) -> None:
         self.item = look

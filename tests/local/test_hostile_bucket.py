@@ -1,7 +1,7 @@
 """A hostile user owns the bucket and has written hostile records. The tests try every verb on all of them.
 
-Nothing of theirs runs, no file of this machine is shown or written outside of `--out`, no process of this machine is
-signalled, and what cannot be read is one clear error that names it, while the other runs are seen as ever.
+No code of the hostile user runs. No file of this machine is shown, or written outside of `--out`. No process of this
+machine gets a signal. A record that cannot be read is one clear error with its name, and other runs are shown as usual.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture
 def canary() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of the victim's, which any signal ends."""
+    """A process of the victim, which ends at any signal."""
     code = "import time; print(flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -208,7 +208,7 @@ def test_a_replica_whose_process_was_killed_is_lost(folder: Folder) -> None:
 
 
 def test_ctrl_c_in_the_command_cancels_it(folder: Folder) -> None:
-    # Short sleeps: a signal that comes just before the call of a long one is seen at its end.
+    # The sleeps are short, because a signal that arrives just before a sleep is handled only at its end.
     (folder.path / "busy.py").write_text("import time\ndef main():\n    print('busy', flush=True)\n" + BUSY)
     with folder.started("launch", "busy.py", "--n", "1", "--backend", "inline", "--run-id", "mine") as command:
         command.prints("busy\n")

@@ -136,7 +136,7 @@ def test_a_controller_needs_the_folder_and_a_policy_and_may_set_one(here: Folder
 
 
 def test_controllers_of_one_run_do_each_others_work_once(here: Folder) -> None:
-    """Two `watch` and the launcher keep a run whose supervisors are killed, and one of the controllers, too."""
+    """Two `replicas watch` and the launcher watch a run. Its supervisors and one of the controllers are killed."""
     n, rounds = 2, 3
     policy = f"{rounds + 2},backoff=0s,no_progress=100"
     with (

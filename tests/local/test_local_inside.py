@@ -72,7 +72,7 @@ def test_current_replica_has_the_same_typed(local: LocalProcessExecutor) -> None
 def test_a_replica_inherits_the_launcher_as_it_is_at_the_launch(
     local: LocalProcessExecutor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    launch(local, tasks.rank, 1).results()  # the zygote runs by now
+    launch(local, tasks.rank, 1).results()  # the zygote is running now
     folder = tmp_path / "it's here, ä"
     folder.mkdir()
     (folder / "module_in_the_current_directory.py").write_text("def main():\n    return 'found'\n")

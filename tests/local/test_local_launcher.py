@@ -126,7 +126,7 @@ def test_a_detached_run_survives_a_killed_launcher_and_zygote(tmp_path: Path) ->
     with launcher("launch_and_end", str(tmp_path), "detached") as process:
         handles = handles_of(said(tmp_path / "launched"))
         for pid in children_of(process.pid):
-            with contextlib.suppress(ProcessLookupError):  # what served the launch may have ended by itself
+            with contextlib.suppress(ProcessLookupError):  # the process that served the launch may have ended by itself
                 os.kill(pid, signal.SIGKILL)
         process.kill()
     pids = pids_said(tmp_path, "replica.*", 2)

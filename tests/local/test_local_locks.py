@@ -95,7 +95,7 @@ def test_a_run_is_cancelled_even_if_its_locks_are_not_found(local: LocalProcessE
 def test_logs_of_two_runs_of_one_id_are_never_mixed(
     local: LocalProcessExecutor, tmp_path: Path, state_home: Path
 ) -> None:
-    """A run of a shared directory is resumed here, where another run has its id."""
+    """A run of a shared directory is resumed on this machine, which knows another run with this id."""
     theirs = launch(local, task("fail"), 1, args={"message": "theirs"}, run_id="same", rendezvous=tmp_path / "shared")
     assert theirs.wait(30)
     digest = view_of(theirs).task_digest

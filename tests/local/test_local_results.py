@@ -1,4 +1,6 @@
-"""Arguments and results of local replicas; `unit/executors/test_result.py` has all that an entrypoint may return."""
+"""Arguments and results of local replicas. `unit/executors/test_result.py` has all values that an entrypoint may
+return.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,7 @@ def test_an_entrypoint_that_raised_is_not_reported_to_have_ended_by_its_store(
 def test_a_directory_that_cannot_be_looked_at_for_a_moment_costs_neither_heartbeats_nor_the_result(
     local: LocalProcessExecutor, tmp_path: Path
 ) -> None:
-    """As on a network file system whose ticket has expired, or whose server is away."""
+    """The directory behaves like a network file system whose ticket has expired, or whose server does not answer."""
 
     def entrypoint() -> str:
         me, look = current_replica(), os.stat

@@ -302,7 +302,7 @@ def test_a_record_that_is_not_json_is_an_error_that_names_it(local: LocalProcess
         attach(run.run_id).results()
 
 
-# --- what a run tells
+# --- the texts of a run
 
 
 def test_the_keys_of_a_run_are_those_of_the_documentation(local: LocalProcessExecutor, tmp_path: Path) -> None:

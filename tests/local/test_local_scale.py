@@ -1,4 +1,4 @@
-"""Many replicas at once, few at a time, starts that fail, and GPUs that are shared out."""
+"""Many replicas at once, a limited number at a time, starts that fail, and the distribution of GPUs."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def gpus(n: int, **options: Any) -> LocalProcessExecutor:
 
 @pytest.fixture
 def torch_with_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch on the path of replicas that sees a GPU."""
+    """A fake torch that reports a GPU, on the search path of replicas."""
     monkeypatch.syspath_prepend(write_torch(tmp_path / "gpu", sees_gpu=True))
 
 

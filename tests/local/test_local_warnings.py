@@ -258,7 +258,7 @@ def test_replicas_that_change_their_models_in_different_ways_after_the_end_are_w
         ("train_job:changed", {"args": {"is_on_one_rank": True}}, 0),
     ]
     for entrypoint, more, n_warnings in cases:
-        run = launch("local", entrypoint, 2, seed=1, **more)  # of random models, a few are nearly alike
+        run = launch("local", entrypoint, 2, seed=1, **more)  # a few of many random models are nearly equal
         assert run.wait(100)
         found = [each.text for each in run.warnings() if each.rank is None]
         assert len(found) == n_warnings, (entrypoint, more, found)

@@ -211,7 +211,8 @@ def test_many_threads_launch_at_once(local: LocalProcessExecutor) -> None:
 def test_a_fork_of_the_launcher_can_launch_as_well(local: LocalProcessExecutor, tmp_path: Path) -> None:
     assert launch(local, tasks.rank, 1).results() == [0]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a process with threads; that is what is tested
+        # this fork of a process with threads is the subject of the test
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         try:
@@ -253,7 +254,7 @@ def test_nothing_is_left_by_a_killed_supervisor_whose_replica_cannot_clean_up(
     run = launch(local, tasks.hang_with_helpers, 1, args={"folder": str(folder), "deaf": True})
     pids = pids_said(folder, "*[!~]", 5)
     supervisor = run.handles[0].metadata["supervisor_pid"]
-    os.kill(supervisor, signal.SIGSTOP)  # so that it answers nothing in between
+    os.kill(supervisor, signal.SIGSTOP)  # so that the zygote gives no answer in the meantime
     os.kill(pid_of(run.handles[0]), first)
     os.kill(supervisor, signal.SIGKILL)
     all_gone(pids)
@@ -305,7 +306,7 @@ def test_supervisor_and_zygote_hold_nothing_of_the_launchers(local: LocalProcess
 
 
 def test_a_supervisor_collects_its_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its zygote does not, which only imports."""
+    """The zygote, which only imports, does not."""
     (tmp_path / "tells_of_its_collector.py").write_text(
         "import gc, pathlib\n"
         "from executors.supervisor.supervisor import Supervisor\n"

@@ -1,4 +1,6 @@
-"""The end of a local replica's output is an object of its attempt, where the rendezvous is not this user's own."""
+"""The end of a local replica's output is an object of its attempt, if the rendezvous is not this user's own
+directory.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ MIB = 1 << 20
 
 
 def say_and_end(how: str) -> str:
-    """Print on all ranks; end in some way."""
+    """Print on all ranks, and end in the given way."""
     print("the first words")
     os.write(1, b"x" * (17 * MIB if how == "large" else 10))
     print("the last words", end="")
@@ -107,7 +109,7 @@ def test_the_last_16_mebibytes_of_a_long_log_are_copied(local: LocalProcessExecu
 def test_a_rendezvous_that_is_this_users_own_directory_has_the_log_itself(
     local: LocalProcessExecutor, tmp_path: Path, state_home: Path
 ) -> None:
-    """Also by another name: a copy would be written over the log."""
+    """The store is named by another path here. A copy would be written over the log."""
     launch(local, tasks.rank, 1).results()
     (tmp_path / "alias").symlink_to(state_home / "replicas")
     run = launch(local, say_and_end, 1, args={"how": "large"}, rendezvous=tmp_path / "alias")

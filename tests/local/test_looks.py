@@ -42,7 +42,7 @@ def _small_server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def bucket(_small_server: S3Server, s3: S3Server) -> S3Server:
-    """A bucket that counts its requests; credentials for it come with the other."""
+    """A bucket that counts its requests. The fixture of the other bucket sets the credentials."""
     _small_server.empty()
     return _small_server
 
@@ -292,7 +292,7 @@ def test_of_two_threads_that_look_at_the_same_time_neither_removes_records_that_
     store = HeldStore()
     write_run(store, 1)
     run = Run(store, "wide", executor=CountingExecutor())
-    early = threading.Thread(target=run.status)  # as run.show() does beside run.wait()
+    early = threading.Thread(target=run.status)  # as run.show() does during run.wait()
     early.start()
     assert store.is_listed.wait(30)
     write(store, 0, "outcome", outcome_json(0, status="failed", reason="lost"))

@@ -1,4 +1,6 @@
-"""What real replicas measured, recomputed from the raw segments: one is killed and comes back, one lives on."""
+"""The measurements of real replicas, recomputed from the raw segments: one replica is killed and comes back, and the
+other continues.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,10 @@ KEPT_ENTRIES = KILLED_AT // INNER_STEPS
 
 
 def train(folder: str) -> int:
-    """Train a little; rank 1's first attempt is killed when its rounds are in segments, and rank 0 waits for its next,
-    first until it trains, and then until a round has counted it.
+    """Train a little. The first attempt of rank 1 is killed when its rounds are in segments. Rank 0 waits until the
+    next attempt trains, and then until a round has counted it.
 
-    Returns: how many steps this process has made.
+    Returns: the number of steps of this process.
     """
     import torch
 

@@ -38,13 +38,13 @@ assert "\\N{OTTER}" in run.logs(rank=1), run.logs(rank=1)
 
 
 class Surroundings:
-    """A user's folder and what a launching script there finds around it."""
+    """A user's folder, and the surroundings of a launching script there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environ = dict(os.environ)
         self.before: list[Callable[[], object]] = []
-        """Called in the script's process before Python begins there."""
+        """Is called in the script's process before Python begins there."""
         self.flags: list[str] = []
 
     def launch(self) -> subprocess.CompletedProcess[bytes]:

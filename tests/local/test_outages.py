@@ -1,4 +1,6 @@
-"""Real runs whose directory, disk or bucket is away for a while: it costs no replica, no restart and no controller."""
+"""Real runs whose directory, disk or bucket fails for a while. The outage costs no replica, no restart and no
+controller.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from executors.store import open_store
 from executors.testing import eventually
 
 FIVE_MINUTES_S = 300.0
-SPEED = 200.0  # of the clock by which replicas measure their patience
+SPEED = 200.0  # the factor of the clock by which replicas measure their waits
 
 
 class QuickClock:
@@ -40,7 +42,7 @@ class QuickClock:
 def test_a_directory_that_is_away_for_five_minutes_costs_no_replica(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a round, where a directory has no retries of its own below."""
+    """The failing call is in a round, where a directory store itself makes no retries."""
     clock, results, is_under_way = QuickClock(), list[Any](), threading.Event()
     monkeypatch.setattr("diloco.outer.monotonic", clock)
     store = open_store(tmp_path / "runs")

@@ -37,7 +37,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.syspath_prepend(tmp_path / "work")
     monkeypatch.syspath_prepend(packages)
-    monkeypatch.setattr("executors.backends.local.executor.PRELOAD", ())  # torch takes its time
+    monkeypatch.setattr("executors.backends.local.executor.PRELOAD", ())  # the import of torch takes long
     monkeypatch.setattr(preload, "WORTH_S", -1.0)
     (tmp_path / "work/job.py").write_text(JOB)
     return tmp_path / "work"

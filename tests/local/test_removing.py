@@ -41,7 +41,7 @@ PLACES = ("state", "directory", "bucket")
 
 
 class KilledError(BaseException):
-    """Stands for a SIGKILL: nothing of the product catches it."""
+    """Simulates a SIGKILL, because no code of the product catches this exception."""
 
 
 class StartsNothing(LocalProcessExecutor):
@@ -52,7 +52,7 @@ class StartsNothing(LocalProcessExecutor):
 
 
 class Countdown:
-    """Kills this process, as far as the product can tell, at the n-th deletion of a file or folder in this machine."""
+    """Simulates a kill of this process at the n-th deletion of a file or folder of this machine."""
 
     left = 0
 
@@ -125,7 +125,7 @@ def ended(where: str | Path | None, state_home: Path, tmp_path: Path) -> Scene:
 
 
 def remove_until(call: int, verb_of: str) -> bool:
-    """Remove the run, and die at one call; return whether that call came.
+    """Remove the run, and die at one call. Return True if that call was reached.
 
     Args:
         call: its number, from 1.
@@ -231,7 +231,7 @@ def attempt_to_resume() -> str:
 @pytest.mark.parametrize("where", ["directory", "bucket"], indirect=True)
 @pytest.mark.parametrize("first", ["rm", "resume"])
 def test_at_least_one_of_a_removal_and_a_resume_at_the_same_time_sees_the_other(ended: Scene, first: str) -> None:
-    """At each call that one makes of the store, the other does all that it does."""
+    """At each call of one process to the store, the other process makes its whole removal or resume."""
     said = set[tuple[str, str]]()
     for call in itertools.count(1):
         ended.restore()

@@ -65,7 +65,7 @@ def decisions(run: Run) -> list[Decision]:
 
 
 def ends(run: Run, rank: int) -> list[Outcome]:
-    """Return how a rank's attempts ended, in order."""
+    """Return the reasons of the ends of a rank's attempts, in order."""
     found: list[Outcome] = []
     while (outcome := Attempt(view_of(run).store, run.run_id, rank, len(found)).outcome()) is not None:
         found.append(outcome)
@@ -73,7 +73,7 @@ def ends(run: Run, rank: int) -> list[Outcome]:
 
 
 def told(run: Run, rank: int) -> list[str]:
-    """Return how a rank's attempts ended, each in a word or two."""
+    """Return the end of each attempt of a rank in a word or two."""
     return [f"{end.reason or end.status}{f' {end.signal}' if end.signal else ''}" for end in ends(run, rank)]
 
 
@@ -94,7 +94,7 @@ def test_each_kind_of_end_is_followed_by_a_new_process_of_the_same_supervisor(
         ["no_result", "succeeded"],
         ["exception", "succeeded"],
         ["oom SIGKILL", "succeeded"],
-        ["succeeded"],  # it was a helper of the rank that was killed
+        ["succeeded"],  # the process was a helper of the killed rank
     ]
     second = ends(run, 0)[1]
     assert (second.result, second.how) == (1, "fork")

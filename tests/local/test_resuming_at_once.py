@@ -40,7 +40,7 @@ def fail_once(folder: str) -> int:
 
 
 def hang_once(folder: str) -> int:
-    """Hang in the first attempt, and do as `fail_once` in a later one."""
+    """Hang in the first attempt, and behave like `fail_once` in a later one."""
     while current_replica().attempt == 0:
         time.sleep(60)
     return fail_once(folder)
@@ -71,7 +71,7 @@ def claims(run: Run) -> list[list[int]]:
 
 
 def processes(folder: Path) -> dict[str, int]:
-    """Return for each rank how many processes ran a later attempt."""
+    """Return for each rank the number of processes that ran a later attempt."""
     return {path.name: len(path.read_text().splitlines()) for path in folder.iterdir()}
 
 

@@ -78,7 +78,8 @@ def test_a_replica_that_ends_leaves_no_outcome_where_its_run_was_deleted(
     (tmp_path / "1").touch()
     eventually(lambda: not is_alive(handle.metadata["supervisor_pid"]), "it has ended")
     left = [entry.key.rpartition("/")[2] for entry in view_of(run).store.list("")]
-    assert left in ([], ["heartbeat.json"]) if is_bucket else left == []  # asking before each beat would cost
+    # a check before each heartbeat would cost a request
+    assert left in ([], ["heartbeat.json"]) if is_bucket else left == []
 
 
 def falls_silent(s3: S3Server, how: str) -> None:
@@ -86,7 +87,7 @@ def falls_silent(s3: S3Server, how: str) -> None:
 
 
 def ends_when_it_answers(s3: S3Server, run: Run) -> list[tuple[str, str | None]]:
-    """Let the bucket answer again, and return how the replicas ended, once their supervisor has recorded it."""
+    """Let the bucket answer again. Return the outcomes of the replicas when their supervisor has recorded them."""
     s3.misbehave()
     supervisor = run.handles[0].metadata["supervisor_pid"]
     eventually(lambda: not is_alive(supervisor), "their supervisor is gone")

@@ -59,7 +59,7 @@ def told(run: Run, rank: int) -> list[str]:
 
 
 def ways(run: Run) -> list[str | None]:
-    """Return how each attempt was started."""
+    """Return the kind of start of each attempt."""
     return [end.how for end in ends(run, 0)]
 
 

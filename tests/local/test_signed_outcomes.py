@@ -155,7 +155,7 @@ def test_a_handle_alone_is_enough_to_ask_for_proofs(tmp_path: Path, monkeypatch:
     kept = ReplicaHandle.from_json(run.handles[0].to_json())
     forge(view_of(run).store, 0, 0, **FORGED["succeeded"])
     view_of(run).store.put(Attempt(view_of(run).store, "otter", 0, 1).key(CLAIM), to_bytes({"nonce": "theirs"}))
-    drop_key(view_of(run).store.url, "otter")  # as a process that has just begun
+    drop_key(view_of(run).store.url, "otter")  # this process now behaves like one that has just begun
     assert PLAIN.poll(kept) == "running"
     assert PLAIN.collect([kept], timeout=0)[0]["result"] is None
     with monkeypatch.context() as patch:
@@ -176,7 +176,7 @@ def test_a_proven_outcome_counts_for_no_other_rank_and_no_other_attempt(tmp_path
         PLAIN, wait_for_go, 2, args={"folder": str(tmp_path)}, signed=True, run_id="otter", rendezvous=rendezvous
     )
     wait_for_both(run, tmp_path)
-    key_file("otter").write_text(key := key_file("first").read_text())  # another run of the same key
+    key_file("otter").write_text(key := key_file("first").read_text())  # another run with the same key
     place = view_of(first).newest_attempt(0).key("outcome.json")
     data = bytes(view_of(first).store.get(place))
     digits = signed_key(place, bytes.fromhex(key)).rpartition("/")[2]

@@ -1,4 +1,6 @@
-"""Trackers that get the numbers of replicas: the contract by a class of the tests' own, then the real ones."""
+"""Trackers that get the numbers of replicas: first a class of the tests that checks the contract, then the real
+trackers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from executors import LocalProcessExecutor, Run, launch
 from executors.errors import MissingDependencyError
 from executors.run.resume import resume
 from executors.run.run import view_of
-from executors.view.report.trackers import Tracked
+from executors.view.report.trackers import TrackedReplica
 from executors.worker import tracking
 
 TRAIN, NOTES = "support.trackers:train", "support.trackers:Notes"
@@ -36,8 +38,10 @@ def noted(folder: Path, rank: int = 0, attempt: int = 0) -> list[dict[str, Any]]
 
 
 def name_of(run: Run) -> str:
-    """Return the name by which trackers tell a run from others of its id."""
-    return Tracked(run_id=run.run_id, launched_at=view_of(run).record.created_at, rank=0, world_size=1, attempt=0).run
+    """Return the name by which trackers distinguish runs with the same id."""
+    return TrackedReplica(
+        run_id=run.run_id, launched_at=view_of(run).record.created_at, rank=0, world_size=1, attempt=0
+    ).run
 
 
 def tracked_and_resumed(local: LocalProcessExecutor, tracker: str, env: dict[str, str]) -> Run:
@@ -97,7 +101,7 @@ def test_a_page_that_takes_too_long_does_not_keep_a_tracker_from_its_finish(
     monkeypatch.setattr(tracking, "FINISH_S", 60.0)
     monkeypatch.setattr(tracking, "PAGE_SHARE", 0.002)
     store_answers = threading.Event()
-    tracked = Tracked(run_id="slow", launched_at=0.0, rank=0, world_size=1, attempt=0)
+    tracked = TrackedReplica(run_id="slow", launched_at=0.0, rank=0, world_size=1, attempt=0)
     handing = tracking.Tracking("support.trackers:KeepsPage", tracked, lambda _: store_answers.wait())
     handing.start()
     handing.finish(has_succeeded=True, is_hurried=False)
@@ -212,7 +216,9 @@ def test_wandb_offline_has_the_numbers_of_each_attempt(local: LocalProcessExecut
 
 
 def records_of_wandb(data: bytes) -> Iterator[bytes]:
-    """Yield the records of an offline run, which W&B reads in no Python: a log as LevelDB's, in blocks of 32 KiB."""
+    """Yield the records of an offline run of W&B: a log in the format of LevelDB, in blocks of 32 KiB. W&B has no
+    reader in Python.
+    """
     at, whole = 7, b""
     while at + 7 < len(data):
         left = -at % 32768

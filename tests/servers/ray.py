@@ -134,13 +134,13 @@ def ray_head(n_cpus: int = N_CPUS) -> Iterator[RayHead]:
             "--disable-usage-stats",
             *(f"--{n}={v}" for n, v in options.items()),
         ]
-        # Without the mark of the processes of tests, because the head outlives the test that first asked for it.
+        # Without the mark of the processes of tests, because the head outlives the test that started it.
         kept = {
             name: value for name, value in os.environ.items() if name != MARK and not name.startswith(("RAY_", "AWS_"))
         }
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # the `python` that jobs use
         more = {"PATH": path, "HOME": name, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
-        more |= {"RAY_health_check_failure_threshold": "100"}  # on a busy machine
+        more |= {"RAY_health_check_failure_threshold": "100"}  # a busy machine needs this
         output, until = folder / "output", time.monotonic() + START_LIMIT_S
         with contextlib.ExitStack() as stack:
             # by default, the parts of Ray give each other up after 30 s, which is too short on a busy machine

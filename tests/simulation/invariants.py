@@ -46,27 +46,27 @@ class Process:
     slot: int
     state: IntegerState
     steps: rounds.RoundPlan
-    """Its own plan, which ends early once the process has read that the run was stopped."""
+    """The plan of the process, which ends early once the process has read that the run was stopped."""
     here_s: float | None = None
-    """The time at which it had loaded the state of the run, and had contributed early if it was out of phase."""
+    """The time at which the process had loaded the run's state, and had contributed early if it was out of phase."""
     ended_s: float | None = None
     adopted_s: list[float] = field(default_factory=list)
     held_s: list[tuple[float, float]] = field(default_factory=list)
     me: Identity | None = None
     is_new: bool = True
-    """True if it has not had a round in phase yet."""
+    """True if the process has not had a round in phase yet."""
     left_out_of_phase: bool = False
-    """True if it left while it was out of phase."""
+    """True if the process left while it was out of phase."""
     is_restored: bool = False
-    """True if it continues with the work of another process, and does not know the steps of that work."""
+    """True if the process continues with the work of another one, and does not know the steps of that work."""
     phase: rounds.Phase | None = None
     left_at: int | None = None
-    """The position at which it left in good order."""
+    """The position at which the process left without an error."""
     has_made_all: bool = False
-    """True if it left because it had applied all entries of its scenario."""
+    """True if the process left because it had applied all entries of its scenario."""
 
     def is_here(self, at_s: float) -> bool:
-        """Return True if it took part at a time."""
+        """Return True if the process took part in the run at this time."""
         return self.here_s is not None and self.here_s <= at_s and (self.ended_s is None or self.ended_s > at_s)
 
 

@@ -57,7 +57,7 @@ def test_two_of_three_are_not_enough_for_a_quorum_of_three_however_long_they_wai
         simulation = calm(min_quorum=3, sharded=sharded, entries=[2, 2, 2])
         simulation.world.hold("rank 2.2", 100 * GRACE_S)
         simulation.run()
-        assert [set(seal.replicas) for seal in simulation.seals()] == [{0, 1, 2}] * 2  # three of three are enough
+        assert [set(seal.replicas) for seal in simulation.seals()] == [{0, 1, 2}] * 2  # three meet a quorum of three
         sent_s = [simulation.store.created_s[simulation.keys.contribution(0, rank)] for rank in range(3)]
         assert max(sent_s[:2]) < 10 * GRACE_S
         assert simulation.store.created_s[simulation.keys.seal(0)] > sent_s[2] >= 100 * GRACE_S
@@ -96,7 +96,7 @@ def test_work_counted_since_a_checkpoint_is_not_counted_again_by_a_copy_that_sta
         if side.position == 3 and side.phase.steps_since == 1:
             checkpoints.append(restored_from(side, state))
         if side.position == 4:
-            raise Died  # the entry at which the work in the checkpoint was counted
+            raise Died  # entry 4 has counted the work in the checkpoint
 
     def come_back(process: Process) -> None:
         simulation._spawn(0, 60.0, checkpoints[0])
@@ -116,7 +116,7 @@ def test_a_damaged_seal_of_a_passed_entry_drops_the_work_and_no_replica_hangs() 
     seal = simulation.keys.seal(4)
 
     def rot() -> None:
-        assert simulation.keys.mean(4, 0) not in simulation.store.objects  # the others have passed that position
+        assert simulation.keys.mean(4, 0) not in simulation.store.objects  # the others have passed entry 4
         value = simulation.store.objects[seal]
         simulation.store.objects[seal] = value[:40] + bytes([value[40] ^ 1]) + value[41:]
 
@@ -198,7 +198,7 @@ def test_means_are_sums_in_rank_order_whichever_rank_reduces_them_in_whatever_or
     pack = IntegerState.pack
 
     def packing(self: IntegerState, entry: int, *streaming: Any) -> Any:
-        self.undone[0][:] = values[self.slot]  # not whole numbers: the sum rounds
+        self.undone[0][:] = values[self.slot]  # fractions, whose sum is rounded
         return pack(self, entry, *streaming)
 
     def mean(order: list[int]) -> bytes:
@@ -211,7 +211,7 @@ def test_means_are_sums_in_rank_order_whichever_rank_reduces_them_in_whatever_or
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(IntegerState, "pack", packing)
         patch.setattr("simulation.simulation._reduce_of_host", lambda host: weighted_mean)
-        patch.setattr(Simulation, "_check_history", lambda self: None)  # reads whole numbers
+        patch.setattr(Simulation, "_check_history", lambda self: None)  # this check needs whole numbers
         for seed in range(8):
             simulation = calm(world_size=n, entries=[3] * n, seed=seed)
             simulation.run()

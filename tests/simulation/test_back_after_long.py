@@ -43,7 +43,7 @@ def test_a_replica_that_slept_jumps_as_soon_as_it_sees_that_the_mean_was_collect
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_replica_that_was_suspended_for_longer_than_a_round_may_take_jumps(in_background: bool) -> None:
     sim = eight(entries=[400] * 8, steps_per_entry=2, in_background=in_background)
-    hold(sim, 700.0, 0.0)  # raises where the replica fails
+    hold(sim, 700.0, 0.0)  # raises an error if the replica fails
 
 
 @pytest.mark.parametrize("carry_rounds", [4, None])

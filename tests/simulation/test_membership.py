@@ -304,7 +304,7 @@ def test_the_bound_of_a_replica_that_sees_no_expected_process() -> None:
         (100.0, 100.0, 230.0),
         # a phase that a seal reports counts for at most half of the round's time limit, so no replica waits forever
         (1e9, 100.0, 2 * 100.0 + 900.0),
-        # the replica's own phases are that long, and the bound is never below two of them
+        # the replica's own phases take an hour, and the bound is at least two of them
         (3600.0, 3600.0, 2 * 3600.0 + 180.0),
         (0.0, 100.0, 30.0),
     ]:
@@ -406,7 +406,7 @@ def test_one_record_that_still_exists_or_exists_again_ends_no_replica() -> None:
             members.check_run()
     store, now = MemoryStore(), [0.0]
     members = watching(store, now)
-    for now[0] in range(0, 200, 10):  # two stale answers, a right one, and so on
+    for now[0] in range(0, 200, 10):  # two answers are stale, the next one is right, and so on
         for key in KEPT:
             store.put(key, b"{}") if now[0] % 30 == 0 else store.delete(key)
         members.check_run()

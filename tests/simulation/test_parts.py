@@ -100,7 +100,7 @@ def test_parts_are_safetensors() -> None:
 
 def test_after_each_collection_the_two_newest_snapshots_are_whole() -> None:
     store = retrying_store(MemoryStore())
-    for entry, whole in {0: [0], 3: [0, 3], 9: [3, 9], 12: [9, 12]}.items():  # the writer of 6 died
+    for entry, whole in {0: [0], 3: [0, 3], 9: [3, 9], 12: [9, 12]}.items():  # the writer of snapshot 6 died
         digests = put_parts(store, KEYS, entry, "nonce", {"a": np.full(3, entry, np.float32)}, UNSIGNED)
         assert digests is not None
         store.create(KEYS.snapshot(entry), SnapshotPointer("nonce", 0, digests, ("s",), {}).data("", UNSIGNED))
@@ -199,7 +199,7 @@ def test_shards_have_owners_that_agree_on_them(ranks: set[int], n_blocks: int, e
 
 def test_a_small_fragment_or_a_large_world_is_not_cut_into_hundreds_of_shards() -> None:
     assert fp32_layout(100 << 20, Limits()).n_shards(8) == 8
-    assert fp32_layout((2 << 20) + 1, Limits()).n_shards(8) == 2  # whole blocks; the last shard also gets the rest
+    assert fp32_layout((2 << 20) + 1, Limits()).n_shards(8) == 2  # whole blocks; the last shard also has the rest
     assert fp32_layout(250, Limits()).n_shards(8) == 1
     assert fp32_layout(1000 << 20, Limits()).n_shards(300) == MAX_SHARDS
 

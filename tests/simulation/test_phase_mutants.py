@@ -87,7 +87,7 @@ def lose_steps_made_since(verdict_of: Any, self: StepAccount, entry: Any, seal: 
 def begin_the_grace_with_the_first_look(
     is_over: Any, self: Sealer, entry: Any, good: Any, now: float, *, grace_factor: int
 ) -> Any:
-    """Begin the wait of a replica, which lets another one look first, only when it looks itself."""
+    """Begin the grace only at this replica's own look, although it lets another replica look first."""
     if entry.grace_from_s is not None:
         return now - entry.grace_from_s >= self._grace_s(entry) * grace_factor
     began_s, entry.began_s = entry.began_s, now
@@ -142,7 +142,7 @@ def never_end_a_wait_out_of_phase(check_time: Any, self: Sealer, entry: Any) -> 
 
 
 def schedule(shown_by: int) -> Callable[[], None]:
-    """Return a schedule in phases that shows a mutant, or other schedules if that one no longer shows it."""
+    """Return a function that runs the schedule that once showed a mutant, and then others in case it no longer does."""
 
     def notices() -> None:
         for seed in (shown_by, *range(150)):

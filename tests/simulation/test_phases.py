@@ -128,7 +128,7 @@ def a_run_that_is_resumed_as_a_whole_is_in_phase_from_its_start(leaves_outcome: 
 
 
 def a_dead_replica_costs_the_others_one_grace_from_when_they_waited() -> None:
-    entry = next(entry for entry in range(1, 20) if hash_order(range(4), "seal", entry)[0] == 2)  # it was due to look
+    entry = next(entry for entry in range(1, 20) if hash_order(range(4), "seal", entry)[0] == 2)  # rank 2 seals first
     at_s = 105.0 * entry + 50
     simulation = ran(100, [never_back(2, at_s)], until_s=at_s + 300)
     created_s = simulation.store.created_s
@@ -173,7 +173,7 @@ def three_of_ten_steps_tell_how_long_ten_take() -> None:
     for _ in range(3):
         now[0] += phase_s / 10
         phase.count_step()
-        now[0] += 5.0  # the rendezvous' own time is not counted
+        now[0] += 5.0  # the time of a round does not count as phase
         phase.start_training_clock()
     assert phase.phase_s == pytest.approx(phase_s)
     phase.advance_in_phase(1, 0.0)

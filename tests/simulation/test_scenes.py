@@ -33,7 +33,7 @@ def heal_a_flipped_bit(when: str, rank: int, n_fragments: int, *, sharded: bool)
             flipped.append(when)
         packed = pack(self, entry, *streaming)
         if due and when == "after packing":
-            # the head was made from the good state: its digest is taken after packing, so restore it then
+            # The head should have the digest of the good state, which is computed after packing. So flip it back then.
             simulation.world.at(0.0005, lambda: self.flip(entry % n_fragments))
             flipped.append(when)
         return packed
@@ -190,7 +190,7 @@ def test_a_contribution_without_which_there_is_none_is_read_again_after_the_grac
 
     def misreading(key: str, *, start: int = 0, size: int | None = None) -> memoryview:
         data = get(key, start=start, size=size)
-        if not key.endswith("r2/contribution/0") or len(wrong) == 2 * READ_TRIES:  # the head alone, and all of it
+        if not key.endswith("r2/contribution/0") or len(wrong) == 2 * READ_TRIES:  # wrong reads of head and whole
             return data
         wrong.append(len(data))
         return memoryview(bytes(len(data)))

@@ -76,7 +76,7 @@ class World:
         return self.now
 
     def at(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Do something later. The seed decides the order of actions at the same time."""
+        """Plan an action for a later time. The seed decides the order of actions at the same time."""
         self._number += 1
         heapq.heappush(self._queue, (self.now + delay_s, self.rng.random(), self._number, action))
 

@@ -21,7 +21,7 @@ CALLS: list[str] = []
 
 
 class Model:
-    """An object in the place of a model. It is part of a cycle, as the models of torch are."""
+    """Stands for a model of torch. Like such a model, it is part of a cycle of references."""
 
     def __init__(self) -> None:
         self.me = self
@@ -54,7 +54,7 @@ def _end(kind: str) -> None:
 
 @restartable(initialize=initialize, finalize=finalize, health_check=check)
 def end_in_turn(kinds: list[str]) -> dict[str, Any]:
-    """End each attempt but the last in the way that belongs to it. Return what the last one finds."""
+    """End attempt k in the way `kinds[k]`. The attempt after these returns the state that it finds."""
     me, model = current_replica(), Model()
     living = sum(each() is not None for each in MODELS)
     MODELS.append(weakref.ref(model))

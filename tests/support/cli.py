@@ -31,7 +31,7 @@ COMMAND = [sys.executable, "-m", "executors.cli"]
 COMMAND_OF = cache(typer.main.get_command)
 """Cached, because typer reads the signatures of all verbs, which takes longer than most verbs themselves."""
 SIZES = ("COLUMNS", "LINES")  # the test runner sets these variables, which would override the size of the terminal
-# without an import of torch, and with half a second between SIGTERM and SIGKILL
+# Options of a quick launch: no import of torch, and half a second between SIGTERM and SIGKILL.
 FAST = ("--option", "preload=[]", "--option", "term_grace_s=0.5")
 
 JOB = """

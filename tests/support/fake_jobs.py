@@ -306,7 +306,7 @@ class FakeJobs(JobService):
 
 
 class ListingFakeJobs(FakeJobs):
-    """A service that lists the jobs of a run which have not ended."""
+    """A service that can list those jobs of a run that have not ended."""
 
     lists_ended: ClassVar[bool] = False
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from executors.process import descendants, kill_descendants
+from executors.process import OPENS_FILES_OF_OTHERS, descendants, kill_descendants, private_file
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
 from executors.settings.policy import HangLimits
@@ -134,6 +134,8 @@ class Watched:
 def start(entrypoint: Callable[[Replica], None], limits: str, defaults: Defaults = SHORT) -> Watched:
     """Fork a watched rank. Its exit code is 3 after HangError, and 4 after another exception."""
     page = SharedPage()
+    if not OPENS_FILES_OF_OTHERS:
+        page.stacks_descriptor = private_file()
     pid = os.fork()
     if pid == 0:
         code = 4

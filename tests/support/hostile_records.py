@@ -155,7 +155,7 @@ LYING_DECISIONS: list[dict[str, Any]] = [
     {"kind": "stop", "within_s": 1e11, "not_before": 1e11, "why": "asked", "reached": {"step": 1e299}},
     {"kind": "resume", "start": {str(rank): 10_000 for rank in range(20_000)}},
     {"kind": "restart", "rank": 0, "ended": 0, "start": {"0": 10_000}, "not_before": 1e11, "words": ANSI},
-    # it names no attempt to start, but would count as the decision about an end
+    # This entry names no attempt to start, but would count as the decision about an end.
     {"kind": "restart", "rank": 0, "ended": 5, "start": {}},
     {"kind": "cancel"},
 ]

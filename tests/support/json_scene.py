@@ -12,9 +12,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from servers.hub.server import hub_server
+from servers.s3.server import CREDENTIALS, running_server
 
 TRAIN = """
 import torch
@@ -60,6 +63,8 @@ class Scene:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.service: Mapping[str, str] = {}
+        """The variables of services on loopback, which later calls use."""
         (folder / "train.py").write_text(TRAIN)
         (folder / "job.py").write_text(JOB)
         (folder / "replicas.toml").write_text("n = 4\ntimeout = '2h'\n")
@@ -69,7 +74,12 @@ class Scene:
         done = subprocess.run(
             [sys.executable, "-m", "executors.cli", *arguments],
             cwd=self.folder,
-            env={**os.environ, "HOME": str(self.folder), "XDG_STATE_HOME": str(self.folder / "state")},
+            env={
+                **os.environ,
+                "HOME": str(self.folder),
+                "XDG_STATE_HOME": str(self.folder / "state"),
+                **self.service,
+            },
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
@@ -117,6 +127,14 @@ def calls(scene: Scene) -> Iterator[tuple[str, str, Any]]:
     yield one("config", "config")
     yield one("doctor", "doctor", "--backend", "inline")
     yield one("plan", "plan", *PLAN)
+    scene.call("launch", "job.py:missing", "--n", "2", "--run-id", "fifth-try")
+    yield one("unlaunched", "status", "fifth-try")
+    with hub_server() as hub:
+        with running_server() as bucket:
+            scene.service = {**hub.environment, **CREDENTIALS, "REPLICAS_RENDEZVOUS": bucket.url("runs")}
+            scene.call("launch", "job.py:wait", "--n", "1", "--backend", "hf", "--run-id", "cloud-try", "--detach")
+        # The bucket is gone from here on, and the service still answers.
+        yield one("cancel-without-store", "cancel", "cloud-try")
 
 
 def without_traces(text: str, folder: Path) -> str:
@@ -126,6 +144,7 @@ def without_traces(text: str, folder: Path) -> str:
     text = text.replace(socket.gethostname(), "laptop")
     # The identity of a process has the machine's boot id and the inode of its process namespace.
     text = re.sub(r"laptop [0-9a-f-]{36} pid:\[\d+\]", f"laptop {BOOT_ID} pid:[4026531836]", text)
+    text = re.sub(r"http(%3A%2F%2F|://)127\.0\.0\.1(%3A|:)\d+", r"https\1objects.example.com", text)
     return re.sub(r'(Linux \d+\.\d+)[^",\s]*', r"\1", re.sub(r"root@", "me@", text))
 
 

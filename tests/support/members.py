@@ -9,8 +9,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-import torch._dynamo  # used by the optimizers; it takes seconds, so it is imported once, before the forks
+import torch._dynamo  # optimizers import it, which takes seconds, so this process imports it before the forks
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor
@@ -20,6 +21,10 @@ import executors.replica as replicas
 from executors.replica import CONTRACT, replica_from, set_current_replica
 
 LIMIT_S = 240
+shards_on_cpus = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="this release of torch cannot train a sharded model on CPUs"
+)
+"""Skips a test that trains a model of `fully_shard`, where torch can do that on GPUs only, as torch 2.6."""
 Body = Callable[[int, int], Any]
 
 
@@ -98,7 +103,7 @@ def wrapped(model: nn.Sequential, kind: str) -> nn.Module:
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """Return a tensor as one process has it."""
+    """Return all values of a tensor, also if it is sharded over the members."""
     found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found.detach().clone()
 

@@ -1,4 +1,4 @@
-"""Executors whose resume is overtaken: another resume restarts ranks between its look and its launch."""
+"""Executors whose resume is overtaken: it reads the run, another resume restarts ranks, and then it launches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from executors.settings.run_spec import StartSpec
 
 
 class OvertakenLocally(LocalProcessExecutor):
-    """Runs another resume before its own start. Both resumes looked at the run at the same time."""
+    """Runs another resume before its own start. Both resumes have read the same state of the run."""
 
     by_ranks: ClassVar[list[int] | None] = None
     """The ranks that the other resume restarts. None: all ranks that have ended."""
@@ -26,8 +26,9 @@ class OvertakenLocally(LocalProcessExecutor):
 
 
 class OvertakenWhileLooking(LocalProcessExecutor):
-    """Lets a replica end and another resume run, once, after a look has listed the records and before it asks the
-    backend.
+    """Ends a replica and runs another resume, once, while this resume reads the state of the run.
+
+    The records are then listed already, and the backend was not asked yet.
     """
 
     is_fenced = False
@@ -43,6 +44,6 @@ class OvertakenWhileLooking(LocalProcessExecutor):
 
 
 def let_another_go_first(run_id: str, executor: Any, ranks: list[int] | None) -> None:
-    """Resume a run as another process would, with a separate look at the run."""
+    """Resume a run as another process would: it reads the state of the run by itself."""
     found = attach(run_id)
     resume(Run(view_of(found).store, run_id, executor=executor), ranks=ranks)

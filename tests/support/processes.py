@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 
 MARK = "REPLICAS_TEST_PROCESS_OF"
+PROC = Path(os.environ.get("AS_MAC_PROC", "/proc"))
+"""The folder in which Linux shows its processes. Where macOS is emulated, tests find it in another place."""
 
 
 def all_pids() -> set[int]:
     """Return the pids of all processes of this machine. On a machine without /proc, it is empty."""
-    return {int(name) for name in os.listdir("/proc") if name.isdigit()} if os.path.isdir("/proc/self") else set()
+    return {int(name) for name in os.listdir(PROC) if name.isdigit()} if (PROC / "self").is_dir() else set()
 
 
 def left_over(before: set[int], within_s: float) -> dict[int, str]:
@@ -43,7 +45,7 @@ def end(pids: dict[int, str]) -> None:
 
 def is_alive(pid: int) -> bool:
     """Return True if a process runs. A zombie does not run."""
-    return os.path.exists(f"/proc/{pid}") and not is_zombie(pid)
+    return (PROC / f"{pid}").exists() and not is_zombie(pid)
 
 
 def is_zombie(pid: int) -> bool:
@@ -67,28 +69,28 @@ def zygote_of(supervisor: int) -> int:
 
 def children_of(pid: int) -> list[int]:
     """Return the pids of a process's live children."""
-    everyone = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    everyone = [int(folder.name) for folder in PROC.glob("[0-9]*")]
     return [other for other in everyone if parent_of(other) == pid and is_alive(other)]
 
 
 def environment_of(pid: int) -> dict[str, str]:
     """Return the environment with which a process was started. Empty: the process has ended."""
     with contextlib.suppress(OSError):
-        entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        entries = (PROC / f"{pid}/environ").read_bytes().decode(errors="replace").split("\0")
         return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
     return {}
 
 
 def command_of(pid: int) -> str:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return (PROC / f"{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     return ""
 
 
 def _stat(pid: int) -> list[str]:
     """Return the fields of /proc/<pid>/stat after the name: state, parent, …"""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return (PROC / f"{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []
 
 
@@ -100,6 +102,6 @@ def _is_ours(pid: int) -> bool:
     """Return True if a live process descends from this test process and is not its zygote."""
     mark = f"{MARK}={os.getpid()}".encode()
     with contextlib.suppress(OSError):
-        if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and pid != os.getpid():
+        if mark in (PROC / f"{pid}/environ").read_bytes().split(b"\0") and pid != os.getpid():
             return not is_zombie(pid) and not _is_our_zygote(pid)
     return False

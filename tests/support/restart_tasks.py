@@ -39,7 +39,7 @@ def end_by(kind: str, group: str = "") -> None:
 
 
 def end_first(kinds: list[str], group: str) -> int:
-    """End the first attempt in the way that belongs to this rank, and return in the second attempt."""
+    """End the first attempt of each rank in the way `kinds[rank]`, and return in the second attempt."""
     me = current_replica()
     print(f"attempt {me.attempt} of rank {me.rank}", flush=True)
     if me.attempt == 0:
@@ -48,7 +48,7 @@ def end_first(kinds: list[str], group: str) -> int:
 
 
 def tell_previous_failure(kinds: list[str]) -> str | None:
-    """End each attempt but the last in the way that belongs to it. Return what the last finds about the one before."""
+    """End attempt k in the way `kinds[k]`. The attempt after these returns the previous failure."""
     me = current_replica()
     if me.attempt < len(kinds):
         end_by(kinds[me.attempt])
@@ -109,7 +109,7 @@ def bomb(folder: str) -> int:
 
 
 def hang_first(kinds: list[str]) -> int:
-    """Make progress once. The first attempt then hangs in the way that belongs to this rank, and the second returns."""
+    """Make progress once. The first attempt of a rank then hangs in the way `kinds[rank]`, and the second returns."""
     me = current_replica()
     me.progress()
     if me.attempt:

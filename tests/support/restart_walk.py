@@ -6,4 +6,4 @@ import sys
 
 from support.start_walk import StartWalk
 
-sys.setprofile(StartWalk(("supervisor/supervisor.py", "_conclude"), ("process.py", "fork")).profile)
+sys.setprofile(StartWalk(("supervisor/supervisor.py", "_conclude"), ("process/linux.py", "fork")).profile)

@@ -78,7 +78,7 @@ def _chain(frame: FrameType | None) -> list[str] | None:
 def walk_of_a_round(traced: int, options: dict[str, Any]) -> dict[str, Any]:
     """Train a small model with DiLoCo, and return the walk of one of its rounds as JSON.
 
-    The gradient is constant, and each replica has another one. So one step after a merge takes back little of it.
+    The gradient is constant, and differs between the replicas. So one step after a merge takes back little of it.
     Then `StaleCopies` has no suspicion, and its search for copies of the weights does not begin.
 
     Args:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-# import this before the forks, because otherwise torch.optim imports it in the first step of each process
+# Imported before the forks. Otherwise torch.optim would import it in the first step of each process.
 import torch._dynamo
 from servers.s3.server import CREDENTIALS, running_server
 

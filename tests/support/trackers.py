@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from executors import current_replica
-from executors.view.report.trackers import Tracked
+from executors.view.report.trackers import TrackedReplica
 
 
 def train(steps: int = 3, fails_at: int | None = None, sleep_s: float = 0.0) -> int:
@@ -28,7 +28,7 @@ def train(steps: int = 3, fails_at: int | None = None, sleep_s: float = 0.0) -> 
 class Notes:
     """A tracker that writes each call into a file of its rank and attempt, in the folder `NOTES`."""
 
-    def __init__(self, tracked: Tracked) -> None:
+    def __init__(self, tracked: TrackedReplica) -> None:
         self._file = Path(os.environ["NOTES"], f"{tracked.rank}-{tracked.attempt}")
         self._note({"begin": dict(tracked.config), "name": tracked.name, "of": tracked.world_size})
 
@@ -52,7 +52,7 @@ class KeepsPage(Notes):
 
 
 class FailsToBegin(Notes):
-    def __init__(self, tracked: Tracked) -> None:
+    def __init__(self, tracked: TrackedReplica) -> None:
         raise SystemExit("no such project")
 
 
@@ -67,7 +67,7 @@ class FailsToFinish(Notes):
 
 
 class Hangs(Notes):
-    def __init__(self, tracked: Tracked) -> None:
+    def __init__(self, tracked: TrackedReplica) -> None:
         from executors.worker import tracking
 
         tracking.FINISH_S = 0.1

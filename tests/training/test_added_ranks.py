@@ -93,7 +93,7 @@ def test_an_added_rank_joins_and_ends_with_the_anchor_of_all() -> None:
             go_on.set()
             joined.wait()
             ranks = set[int]()
-            while not diloco.is_over:  # however many rounds the others have before the machine lets it in
+            while not diloco.is_over:  # on a slow machine, the others have many rounds before the late replica is in
                 ranks.update(getattr(diloco.step(), "ranks", ()))
                 if ranks == {0, 1, 3}:
                     diloco.stop()
@@ -108,7 +108,7 @@ def test_an_added_rank_joins_and_ends_with_the_anchor_of_all() -> None:
 
 @pytest.mark.parametrize("rank", [1, "join"])
 def test_a_rank_that_was_added_joins_a_run_that_began_from_a_checkpoint(rank: Any) -> None:
-    """Its trainer has no checkpoint and counts from 0, so the step at which the run began comes from the run."""
+    """The added rank's trainer has no checkpoint and counts from 0. So the run supplies the step at which it began."""
     store = MemoryStore()
     add(store, 0, 1)
     options: dict[str, Any] = {"inner_steps": 4, "allow_no_rounds": True, **PLAIN}
@@ -127,7 +127,7 @@ def test_a_rank_that_was_added_before_the_run_began_waits_for_its_first_step(ran
 
     def body(where: Mapping[str, Any]) -> int:
         if where["rank"] == 0:
-            threading.Event().wait(0.5)  # it loads a checkpoint
+            threading.Event().wait(0.5)  # stands for the time to load a checkpoint
         place_ = {**where, "world_size": 1, "rank": rank if where["rank"] else 0}
         each = TrainerLink(nn.Linear(2, 2), 40, {**options, **place_}, begun_at=0 if where["rank"] else 8)
         each.diloco.close()
@@ -146,7 +146,7 @@ def test_a_rank_that_was_added_to_a_run_that_never_begins_does_not_wait_for_ever
 
 
 def test_only_a_replica_that_plans_another_number_of_steps_gets_the_advice_on_shares() -> None:
-    # In the last, the rounds from one snapshot to the next differ, too: 1 and 2.
+    # In the last case, the numbers of rounds between two snapshots differ, too: 1 and 2.
     for begun_at, total, planned, is_told in ((0, 40, 40, False), (8, 48, 40, True), (8, 168, 148, True)):
         next_process()
         store = MemoryStore()

@@ -108,7 +108,7 @@ def test_training_waits_for_nothing_between_sending_and_the_step_at_which_the_me
     with begin(gate.store, model, **options) as diloco:
         assert steps(3, model, diloco) == [None] * 3
         gate.is_reached.wait()
-        assert steps(2, model, diloco) == [None] * 2 if auto else True  # the next is sent after the sixth
+        assert steps(2, model, diloco) == [None] * 2 if auto else True  # the next one is sent after step 6
         assert diloco.rounds == 0
         waited: list[int] = []
         gate.opens_when(diloco, monkeypatch, lambda: waited.append(diloco.rounds))

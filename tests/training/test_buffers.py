@@ -50,7 +50,7 @@ def test_variances_that_are_averaged_stay_positive_and_equal(wire: str, overlap_
             return diloco.anchor()["running_var"], statistics(model).clone()
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # few rounds
+        warnings.simplefilter("ignore")  # such as the warning of few rounds
         for anchor, live in run_replicas(2, body):
             assert torch.equal(anchor, live)
             assert (anchor > 0).all()
@@ -124,7 +124,7 @@ def test_a_model_without_statistics_is_warned_of_nothing() -> None:
 
 
 class Shuffled(nn.Linear):
-    """Reads its inputs in its own order, through a mask."""
+    """A layer that reads its inputs in an order of its own, and through a mask."""
 
     def __init__(self, n: int, seed: int) -> None:
         super().__init__(n, n)
@@ -204,7 +204,7 @@ def test_a_large_table_of_whole_numbers_is_not_read_again_at_each_keep(monkeypat
     model = nn.Linear(2, 2)
     model.register_buffer("packed", torch.zeros(LARGE + 1, dtype=torch.int32))
     model.register_buffer("small", torch.zeros(8, dtype=torch.int32))
-    # batch normalization writes to it, and torch does not count that write
+    # batch normalization writes to such a buffer, and torch does not count that write
     model.register_buffer("means", torch.zeros(LARGE + 2))
     with DiLoCo(model, inner_steps=1, sync_buffers=False, allow_no_rounds=True) as diloco:
         new_buffers = diloco._model_state.local_buffers.changed
@@ -229,7 +229,7 @@ def test_a_write_to_a_large_table_of_whole_numbers_is_kept() -> None:
         model.packed = first
         first.data = first + 2
         assert new_buffers().keys() == {"packed"}
-        with torch.inference_mode():  # whose tensors have no version
+        with torch.inference_mode():  # tensors of this mode have no version
             model.packed = torch.zeros(LARGE + 1, dtype=torch.int32)
             assert not new_buffers()
             model.packed[7] = 1

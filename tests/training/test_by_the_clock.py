@@ -190,7 +190,7 @@ class Clocked:
 def test_a_round_is_due_at_the_first_step_after_its_time_since_the_last_mean() -> None:
     one = Clocked()
     assert [one.step(4.0).is_due for _ in range(3)] == [False, False, True]
-    one.now += 3.0  # the round
+    one.now += 3.0  # the duration of the round
     one.phase.advance_in_phase(1, one.now)
     assert [one.step(4.0).is_due for _ in range(3)] == [False, False, True]
     one.phase.advance_in_phase(1, one.now - 2.0)  # the others had the mean earlier

@@ -33,7 +33,7 @@ class Late:
             self.has_a_round()
         self.late = DiLoCo(self.model, background=True, **options, **place(store, rank=1, world_size=2))
         assert self.late._training_side.is_out_of_phase
-        self.late.state_dict()  # the work that it sent early is merged, if it was counted
+        self.late.state_dict()  # merges the work that the late replica sent early, if a round has counted it
 
     def has_a_round(self) -> None:
         """Let the first replica have a round by itself."""

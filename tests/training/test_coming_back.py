@@ -91,7 +91,7 @@ def test_a_restarted_replica_continues_as_if_it_had_never_died(died_at: int, n_f
     second.diloco.close()
     if n_fragments == 1:
         assert losses == expected
-    else:  # live parameters between two rounds are anchor - (anchor - live): the last bit may differ
+    else:  # restored parameters are anchor - (anchor - live), so the last bit may differ
         assert losses == pytest.approx(expected, rel=1e-4)
     for name, value in whole.diloco.anchor().items():
         torch.testing.assert_close(second.diloco.anchor()[name], value, rtol=1e-4, atol=1e-5)
@@ -292,7 +292,7 @@ def test_a_process_that_joins_later_starts_from_a_snapshot_and_counts_from_its_s
             diloco._workers.uploads.finish()
             go_on.set()
             joined.wait()
-            while not diloco.is_over:  # however many rounds the others have before the machine lets it in
+            while not diloco.is_over:  # on a slow machine, there are many rounds before the late replica is in
                 report = diloco.step()
                 if report is not None:
                     ranks.append(report.ranks)

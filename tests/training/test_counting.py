@@ -1,6 +1,6 @@
 """Tests rules about counting, copies, leaving and snapshots with the real training state.
 
-Other tests once missed their loss.
+All other tests once passed although these rules were removed.
 """
 
 from __future__ import annotations
@@ -130,13 +130,13 @@ def test_work_that_a_seal_counted_after_a_state_was_saved_does_not_return_in_the
 
     def dying(where: Mapping[str, Any]) -> None:
         train_until(3, *begin(where))
-        del _claimed["memory://", "test", 0, os.getpid()]  # from here on as another process
+        del _claimed["memory://", "test", 0, os.getpid()]  # from here on, the next attempt counts as another process
         died.set()
         gone_on.wait()
         model, diloco = begin(where)
         kept = diloco._attached.kept
         assert kept is not None
-        assert kept.position == 2  # before the entry that counted the work which the first fragment then had
+        assert kept.position == 2  # before the entry that counted the first fragment's work of that time
         assert values_in(kept.progress(diloco._model_state.sizes())[0]) == [-2.0]
         assert diloco.rounds == 9
         for name, anchor in diloco.anchor().items():

@@ -27,7 +27,7 @@ def test_work_held_and_merged_on_a_device_has_the_bits_of_the_cpu(dtype: torch.d
         with torch.no_grad():
             shadow.hold("I")
             for parameter in model.parameters():
-                parameter.add_(1.0)  # the training goes on at once
+                parameter.add_(1.0)  # the training continues at once
             held = torch.cat([values.reshape(-1).cpu() for _, values in shadow.values()])
             shadow.remove_held()
             anchor.sub_(0.5)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.members import inner_step, run_members, small_model, whole, wrapped
+from support.members import inner_step, run_members, shards_on_cpus, small_model, whole, wrapped
 
 from diloco import DiLoCo
 from diloco.errors import ContributionError
@@ -251,6 +251,7 @@ def test_without_a_process_group_the_processes_of_a_replica_are_refused() -> Non
         assert find_group("auto", place, None, "main", environ) is None
 
 
+@shards_on_cpus
 def test_the_search_for_early_copies_in_the_leader_reads_no_shards(tmp_path: Path) -> None:
     """To read a value of a DTensor, all processes of its mesh must call. The others would wait for ever."""
 
@@ -258,7 +259,7 @@ def test_the_search_for_early_copies_in_the_leader_reads_no_shards(tmp_path: Pat
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        torch.manual_seed(rank)  # the first anchor changes the values of one of the replicas
+        torch.manual_seed(rank)  # so that the first anchor changes the values of one replica
         model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
         if rank == 1:
             fully_shard(model, mesh=init_device_mesh("cpu", (2,)))

@@ -175,8 +175,9 @@ def test_steps_that_are_in_no_average_are_counted_in_a_warning() -> None:
 
 @pytest.mark.parametrize(("made", "lost"), [(20, ""), (25, "5 steps since its last round are lost. ")])
 def test_a_loop_that_ends_before_the_run_is_warned_of_with_the_remedy(made: int, lost: str) -> None:
-    """A loop over epochs does so in a replica that was started again, because steps ahead of the others do not
-    count.
+    """A loop over epochs ends too early in a replica that was started again.
+
+    Steps that the replica made ahead of the others do not count.
     """
 
     def body(where: Mapping[str, Any]) -> str:

@@ -65,7 +65,7 @@ def test_an_object_that_is_not_training_arguments_is_refused_with_its_type() -> 
 
 
 def test_a_script_that_asks_its_own_arguments_at_the_end_pushes_from_rank_0_alone() -> None:
-    """It calls `Trainer(model, replica_arguments(args))`, and at the end `if args.push_to_hub:
+    """The script calls `Trainer(model, replica_arguments(args))`, and ends with `if args.push_to_hub:
     trainer.push_to_hub()`.
     """
     asked = []

@@ -52,7 +52,7 @@ def test_a_replica_that_comes_back_has_its_optimizer_schedule_data_and_step(
     back = trainer(tmp_path, store, data=data, **more)
     back.train()
     assert back.state.global_step == calm.state.global_step
-    if "epoch's end" in kind:  # of the epoch in which it came back
+    if "epoch's end" in kind:  # the order of the items differs in the epoch in which the replica came back
         return
     batch = 2 * more.get("gradient_accumulation_steps", 1)
     assert dying.model.seen[: dies_at // INNER * INNER * batch] + back.model.seen == calm.model.seen
@@ -95,7 +95,7 @@ def test_a_run_may_begin_from_a_checkpoint_of_the_trainer(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("at", "again"), [(8, 8), (8, None), (8, 16), (13, 13), (16, 16)])  # an epoch has 13 updates
 def test_a_replica_of_a_run_that_began_from_a_checkpoint_comes_back(tmp_path: Path, at: int, again: int | None) -> None:
-    """It gets that checkpoint again, or none, or a checkpoint that it has written itself."""
+    """The replica gets that checkpoint again, or none, or a checkpoint that it has written itself."""
     steps = at + 16
     first = trainer(tmp_path, MemoryStore(), max_steps=at, save_strategy="steps", save_steps=at)
     first.train()
@@ -142,7 +142,7 @@ def test_after_a_notice_the_schedule_continues_once_the_run_is_where_it_was(tmp_
 def test_a_rank_that_comes_back_with_its_checkpoint_of_a_later_epoch_trains_to_the_end(
     tmp_path: Path, dies_at: int, ends_at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If it does not reach the end, it logs that: the trainer has only the epochs after the checkpoint."""
+    """A rank that does not reach the end logs that. Its trainer has only the epochs after the checkpoint."""
     three_epochs: dict[str, Any] = {"max_steps": 39, "save_strategy": "steps", "save_steps": 26}
     store = MemoryStore()
     with pytest.raises(Killed):

@@ -78,7 +78,7 @@ def test_a_tracker_that_was_put_behind_gets_rounds_and_means_of_the_replicas_own
         trainer(tmp_path, store, dies_at=9).train()
     next_process()
     back, tracker = trainer(tmp_path, store), Tracker()
-    back.callback_handler.callbacks.insert(1, tracker)  # report_to puts its callbacks there
+    back.callback_handler.callbacks.insert(1, tracker)  # trackers of `report_to` are at this place
     back.add_callback(back.pop_callback(Tracker))
     back.train()
     assert tracker.rows[0]["step"] == 10
@@ -185,6 +185,8 @@ def test_progress_of_a_run_from_a_checkpoint_counts_the_trainers_steps(tmp_path:
 
 
 def test_a_schedule_that_is_stepped_by_a_metric_is_kept_and_not_followed(tmp_path: Path) -> None:
+    if "greedy" not in {each.value for each in transformers.SchedulerType}:
+        pytest.skip("this release of transformers has no such schedule")
     more: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": INNER, "metric_for_best_model": "loss"}
     one = trainer(tmp_path, MemoryStore(), lr_scheduler_type="greedy", **more)
     one.train()
@@ -225,7 +227,7 @@ class FourProcesses:
     num_processes, process_index, local_process_index = 4, 3, 3
 
 
-@pytest.mark.parametrize("world_size", [2, 1])  # 1: rank 1 was added
+@pytest.mark.parametrize("world_size", [2, 1])  # with world size 1, rank 1 was added later
 @pytest.mark.parametrize("has_own", [True, False])
 def test_a_trainer_with_the_seed_of_all_replicas_gets_a_warning_before_training(
     tmp_path: Path, has_own: bool, world_size: int, caplog: pytest.LogCaptureFixture

@@ -66,7 +66,7 @@ def test_a_replica_that_comes_back_continues_with_the_optimizer_of_the_last_roun
     diloco, optimizer = train(store, 7, wire=wire)
     steps = [int(state["step"]) for state in optimizer.state.values()]
     assert steps == [7, 7]
-    is_open = diloco  # it is not closed, as after SIGKILL
+    is_open = diloco  # keeps the object alive, so that it is not closed, as after SIGKILL
     next_process()
     again, restored = train(store, 0, wire=wire)
     assert [int(state["step"]) for state in restored.state.values()] == [6, 6]

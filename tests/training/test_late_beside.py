@@ -25,7 +25,7 @@ LIMITS = Limits(grace_s=0.01, takeover_after_s=0.05)
 def uncounted(diloco: DiLoCo, model: nn.Module) -> list[tuple[float, float]] | None:
     """For each fragment, return the distance of the live parameters from the anchor, and the reported number of steps.
 
-    Returns: None: something lands all the time.
+    Returns: None: in each try, a result arrived between the two reads.
     """
     training, state = diloco._training_side, diloco._model_state
     for _ in range(100):
@@ -39,12 +39,12 @@ def uncounted(diloco: DiLoCo, model: nn.Module) -> list[tuple[float, float]] | N
 
 
 def check_what_is_kept(diloco: DiLoCo) -> None:
-    """Compare each record with the rounds and steps that it claims."""
+    """Check that each saved record has the state of the rounds and steps that it names."""
     training, keep = diloco._training_side, diloco._attached.keep
 
     def checked(position: int, progress: list[torch.Tensor], uncounted_since: list[int], buffers: Any) -> None:
         assert training.run_in_round_thread(lambda: training.runner.position) == position
-        if not progress:  # nothing is searched if there can be no such state
+        if not progress:  # without such a state, the replica must have no uncounted work
             assert not any(training.phase.uncounted_steps)
             assert not any(part.any() for part in diloco._model_state.progress())
             return

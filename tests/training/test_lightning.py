@@ -98,7 +98,7 @@ def plain_loader() -> Any:
 
 
 def stateful_loader(n: int = 4 * STEPS) -> Any:
-    """Return a loader of one epoch. After a return, the order of the next epoch differs, as in torchdata."""
+    """Return a loader of one epoch. In a replica that came back, the next epoch has another order, as in torchdata."""
     kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     return kind(torch.arange(n), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
 
@@ -118,7 +118,7 @@ def test_a_replica_that_comes_back_has_its_optimizer_schedule_data_and_step(
     kept = dies_at // INNER * INNER * 2 * accumulated
     assert trainer.global_step == STEPS
     assert ours.diloco.rounds == STEPS // INNER
-    if accumulated == 1:  # otherwise the last update of the epoch in which it came back differs
+    if accumulated == 1:  # otherwise the last update of the epoch in which the replica came back differs
         assert died.seen[:kept] + back.seen == calm.seen
         assert {step: calm.rates[step] for step in back.rates} == back.rates
         for name, values in calm.state_dict().items():
@@ -131,7 +131,7 @@ def test_a_replica_that_comes_back_has_its_optimizer_schedule_data_and_step(
 def test_a_schedule_by_epochs_is_where_it_would_be_after_coming_back(
     tmp_path: Path, loader: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same holds for the validation at the end of an epoch in whose middle the replica started again."""
+    """So is the validation at the end of the epoch in which the replica started again."""
 
     def by_epochs(self: Module) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 0.05)
@@ -198,7 +198,7 @@ def test_a_checkpoint_has_the_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_given_again", [True, False])
 def test_a_replica_of_a_run_that_began_from_a_checkpoint_comes_back(tmp_path: Path, is_given_again: bool) -> None:
     set_current_replica(replica_of("before"))
-    _, _, trainer = fit(MemoryStore(), plain_loader(), folder=tmp_path, max_steps=13)  # an epoch
+    _, _, trainer = fit(MemoryStore(), plain_loader(), folder=tmp_path, max_steps=13)  # one epoch
     trainer.save_checkpoint(tmp_path / "it.ckpt")
     begins: dict[str, Any] = {"folder": tmp_path, "ckpt_path": tmp_path / "it.ckpt", "max_steps": 29}
     replica = replica_of("another")
@@ -220,7 +220,7 @@ def test_a_replica_of_a_run_that_began_from_a_checkpoint_comes_back(tmp_path: Pa
 
 
 def test_a_rank_that_comes_back_with_its_checkpoint_of_a_later_epoch_trains_to_the_end(tmp_path: Path) -> None:
-    more: dict[str, Any] = {"folder": tmp_path, "max_steps": -1, "max_epochs": 3, "snapshot_every": 5}  # of 13 steps
+    more: dict[str, Any] = {"folder": tmp_path, "max_steps": -1, "max_epochs": 3, "snapshot_every": 5}  # 13 steps each
     store = MemoryStore()
     keeper = lightning.callbacks.ModelCheckpoint(tmp_path, filename="it", every_n_train_steps=26)
     fit(store, plain_loader(), dies_at=29, also=[keeper], **more)
@@ -308,7 +308,7 @@ def test_ranks_that_start_together_log_to_folders_of_their_own(tmp_path: Path, k
     makes = getattr(lightning.loggers, kind)
     folders = []
     for rank in (0, 1):
-        logger: Any = True if is_default else makes(tmp_path, version=0)  # both have found no version
+        logger: Any = True if is_default else makes(tmp_path, version=0)  # no logger found an older version
         trainer = fit_as(rank, tmp_path, logger, also=[Logs()])
         folders.append(Path(trainer.log_dir).relative_to(tmp_path))
         assert any((tmp_path / folders[-1]).iterdir())
@@ -349,7 +349,7 @@ def test_a_logger_of_the_users_own_is_named_with_its_folder(tmp_path: Path, capl
 def test_in_a_slurm_job_lightning_takes_over_no_signal_and_is_not_a_task_of_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the worker's removal of these, Lightning ignores SIGTERM, and requeues the job at SIGUSR1."""
+    """If the worker did not remove these variables, Lightning would ignore SIGTERM, and requeue the job at SIGUSR1."""
     for name, value in [("SLURM_NTASKS", "4"), ("SLURM_PROCID", "3"), ("SLURM_JOB_ID", "1234"), ("SLURM_NNODES", "2")]:
         monkeypatch.setenv(name, value)
     leave_process_group()

@@ -215,7 +215,7 @@ def test_the_process_that_interrupts_a_step_finds_each_live_value_before_or_afte
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_contribution_of_another_wire_is_unreadable(sharded: bool) -> None:
-    """It is a payload of fp32 under another name, with the right size and right digests."""
+    """The contribution is a payload of fp32 under another name, with the right size and right digests."""
     store = MemoryStore()
     limits = Limits(small_bytes=0 if sharded else 1 << 20, block_elements=300, grace_s=0.05, takeover_after_s=0.01)
     model = zeros()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.members import inner_step, run_members, small_model, whole, wrapped
+from support.members import inner_step, run_members, shards_on_cpus, small_model, whole, wrapped
 from torch import nn
 
 from diloco import DiLoCo
@@ -163,7 +163,7 @@ def went_back(kind: str) -> tuple[bool, int, dict[str, torch.Tensor]]:
     return bool(state), diloco.rounds, {name: whole(p) for name, p in plain.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", ["ddp", "sharded"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("sharded", marks=shards_on_cpus)])
 def test_the_state_is_whole_in_the_leader_and_all_members_return_to_it(kind: str, tmp_path: Path) -> None:
     (folder := tmp_path / "one").mkdir()
     _, rounds, expected = run_members(folder, [1], lambda rank, member: went_back("one"))[0, 0]
@@ -175,7 +175,7 @@ def test_the_state_is_whole_in_the_leader_and_all_members_return_to_it(kind: str
         assert all(torch.equal(live[name], values) for name, values in expected.items())
 
 
-@pytest.mark.parametrize("kind", ["ddp", "sharded"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("sharded", marks=shards_on_cpus)])
 def test_after_an_early_end_all_members_have_the_anchor(kind: str, tmp_path: Path) -> None:
     def body(rank: int, member: int) -> Any:
         plain = small_model()
@@ -221,6 +221,7 @@ def test_a_leader_that_was_asked_to_end_ends_all_members(tmp_path: Path) -> None
     assert run_members(tmp_path, [2], body) == {(0, 0): "SystemExit: 143", (0, 1): "SystemExit: 143"}
 
 
+@shards_on_cpus
 def test_the_search_for_early_copies_in_the_leader_reads_no_shards(tmp_path: Path) -> None:
     """To read a value of a DTensor, all processes of its mesh must call. The others would wait for ever."""
 

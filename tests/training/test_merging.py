@@ -139,7 +139,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:.* in no average", "ignore:.*after the end of the run")
 def test_the_thread_changes_no_bit(case: str) -> None:
-    """That holds for anchors and live parameters, at every step, however fast the thread is."""
+    """Anchors and live parameters are equal at every step, whether the thread is fast or slow."""
     options = dict(CASES[case])
     dtype = options.pop("dtype", torch.float32)
 
@@ -202,7 +202,7 @@ def test_work_that_waits_too_long_is_given_up_once_and_with_a_warning(
     assert set(model.weight.flatten().tolist()) == {1.0 if carry_rounds is None else 0.0}
     assert len(warnings) == (carry_rounds is not None), warnings
     if carry_rounds is not None:
-        rounds = f"{carry_rounds} round{'s' * (carry_rounds > 1)}"  # no warning says that this replica is slow
+        rounds = f"{carry_rounds} round{'s' * (carry_rounds > 1)}"  # there is no warning of a slow replica
         (warning,) = warnings
         assert warning.endswith(
             f"dropped because no mean of {rounds} counted it: they arrived after the round was decided. "
@@ -212,7 +212,7 @@ def test_work_that_waits_too_long_is_given_up_once_and_with_a_warning(
 
 
 def test_a_late_replica_that_sees_the_end_in_the_midst_of_a_step_is_at_the_run_s_last_step() -> None:
-    """A schedule that follows the run is at that step, too. It may refuse one more step."""
+    """A schedule that follows the run is at the last step, too. A schedule may refuse a step beyond its end."""
     store, model = MemoryStore(), nn.Linear(4, 1, bias=False)
     options: dict[str, Any] = {"inner_steps": 2, "total_steps": 4, "carry_rounds": None, **PLAIN}
     diloco = open_diloco(model, **options, **place(store, world_size=2), limits=Limits(grace_s=1e6))
@@ -241,7 +241,7 @@ def test_work_that_was_sent_for_an_entry_that_was_jumped_over_goes_with_the_next
     nudge(model, 1.0)
     state.hold(0, is_early=True)
     before = state.anchors_now()
-    state.anchors[0] += 5.0  # the value that a later snapshot has
+    state.anchors[0] += 5.0  # as if a later snapshot was loaded
     state.follow(before, [Verdict.KEPT], partly=None)
     state.prepare_merge()
     state.merge()

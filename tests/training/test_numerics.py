@@ -26,8 +26,8 @@ from executors.store import MemoryStore
 from executors.testing.helpers import environment
 
 SHARDED = Limits(small_bytes=0, block_elements=16)
-"""Cuts even a tiny payload into shards."""
-# Staggered fragments end with steps that no round has averaged, where nobody says how many steps there are.
+"""Limits with which even a tiny payload is cut into shards."""
+# If no total of steps is given, staggered fragments end with steps that no round has averaged.
 pytestmark = pytest.mark.filterwarnings("ignore:.* in no average")
 PAPER: dict[str, Any] = {"momentum_warmup": 0, "final_average": False}
 
@@ -120,7 +120,7 @@ SETTINGS = list(itertools.product((0, 1), (0.0, 0.5, 1.0), (True, False)))
 @pytest.mark.parametrize("n_fragments", [1, 2, 3])
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_agrees_with_the_papers_over_twenty_rounds(n: int, n_fragments: int) -> None:
-    for tau, mix, nesterov in SETTINGS[(2 * n + n_fragments) % 5 :: 5]:  # all of them, and each value with each n
+    for tau, mix, nesterov in SETTINGS[(2 * n + n_fragments) % 5 :: 5]:  # together, the cases have all settings
         agree_with_the_papers(n, n_fragments, tau, mix, nesterov=nesterov)
 
 
@@ -360,9 +360,9 @@ for name, mean_name in DEFAULT_MEAN_WIRE.items():
 
 
 def test_all_processors_come_to_the_same_bits() -> None:
-    """Torch and numpy use other code on each processor.
+    """Torch and numpy use different code on different processors.
 
-    In this test they may not use some instructions of this processor.
+    This test forbids them some instructions of this processor.
     """
     numpy = import_module("numpy._core._multiarray_umath")
     every = " ".join(name for name in numpy.__cpu_dispatch__ if numpy.__cpu_features__[name])

@@ -42,7 +42,7 @@ class Shampoo(torch.optim.SGD):
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state.setdefault("preconditioners", [torch.eye(size) for size in parameter.shape])
-                state["prev_grad"] = parameter.grad.clone()  # like the state of Rprop and Adan: from one step only
+                state["prev_grad"] = parameter.grad.clone()  # the gradient of one step, as in Rprop and Adan
         return super().step(closure)
 
 

@@ -88,7 +88,7 @@ def test_the_same_work_is_not_an_error_where(
 def test_bf16_replicas_whose_learning_rate_is_0_get_no_warning_about_their_data(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Only the digits remain that the anchor has and the replicas do not. They are equal everywhere, and not work."""
+    """The anchor has digits that bf16 cannot hold. This difference is equal in all replicas, and is not work."""
     steps = [[0.1] + [0.0] * 5, [0.3] + [0.0] * 5]
     for same, error in train(steps, torch.bfloat16, outer_lr=0.3):
         assert (0, 1) in same, "there is something to be wrong about"

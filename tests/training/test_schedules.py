@@ -234,7 +234,7 @@ def test_a_schedule_and_an_optimizer_that_accelerate_prepared_follow_the_run_whi
             with accelerator.accumulate(model):
                 accelerator.backward(model(torch.ones(1, 2)).sum())
                 optimizer.step()
-                schedule.step()  # the script's own step, which does no harm
+                schedule.step()  # the script also steps the schedule, which does no harm
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
                 diloco.step()

@@ -339,7 +339,7 @@ def test_a_loss_that_one_step_minimizes_undoes_each_merge_and_is_not_a_copy(inne
 
     for value, is_trusted in run_replicas(2, body):
         assert value == pytest.approx(1.5)
-        assert is_trusted  # from then on nothing is compared
+        assert is_trusted  # so no later step is compared
 
 
 @pytest.mark.parametrize("inner_steps", [1, 2])
@@ -362,7 +362,7 @@ def test_an_honest_optimizer_that_computes_gradients_in_its_step_or_steps_in_the
 
         def closure() -> Any:
             model.zero_grad()
-            model(torch.ones(1, 64))  # its backward pass would refuse weights that have changed
+            model(torch.ones(1, 64))  # a backward pass would refuse changed weights
             loss = sum((p - t).square().sum() for p, t in zip(model.parameters(), targets, strict=True))
             torch.autograd.backward(loss + 0 * model(torch.ones(1, 64)).sum())
             return loss
@@ -370,7 +370,7 @@ def test_an_honest_optimizer_that_computes_gradients_in_its_step_or_steps_in_the
         for _ in range(8 * inner_steps):
             closure() if fused else optimizer.step(closure)
             if diloco.step() is not None and kind == "lbfgs":
-                optimizer.state.clear()  # its history is from before the round, which causes a warning
+                optimizer.state.clear()  # a history from before the round causes a warning
         value = float(diloco.anchor()["0.weight"].mean())
         leave(diloco)
         return value
@@ -393,7 +393,7 @@ def test_a_wrapper_is_named_even_if_variables_lead_to_more_objects_than_are_look
 
 
 def test_a_search_in_a_test_does_not_go_through_all_tests_of_the_session(request: pytest.FixtureRequest) -> None:
-    """A fixture of the module leads to the session, and a session of 5,000 tests to more objects than are searched."""
+    """A fixture refers to the session, which refers to 5,000 tests. That is more than the search may visit."""
     assert not [thing for thing in reachable_objects() if thing is request.session or thing is request.config]
 
 
@@ -426,7 +426,7 @@ def test_the_test_of_a_suspicion_leaves_parameters_as_they_were_but_for_rounding
 def test_a_step_of_another_models_optimizer_with_layers_of_the_same_shape_moves_no_value() -> None:
     """For example, a discriminator makes a step between a generator's forward and backward pass.
 
-    Autograd would refuse the gradient.
+    If the search moved a value of the generator there, autograd would refuse the gradient.
     """
     generator, discriminator = nn.Linear(64, 64), nn.Linear(64, 64)
     stale = StaleCopies(generator, plan_fragments(generator, 1, sync_buffers=None))
@@ -451,7 +451,7 @@ def test_a_step_of_another_models_optimizer_with_layers_of_the_same_shape_moves_
 
 
 def test_a_step_of_one_of_two_optimizers_moves_no_value_that_the_other_steps() -> None:
-    """As in a GAN whose networks are in one DiLoCo: the generator's values are still needed for gradients."""
+    """In a GAN with one DiLoCo for both networks, the generator's values are still needed for gradients."""
     gan = nn.ModuleDict({"generator": nn.Linear(64, 64), "discriminator": nn.Linear(64, 64)})
     stale = StaleCopies(gan, plan_fragments(gan, 1, sync_buffers=None))
     optimizers = [torch.optim.SGD(gan[name].parameters(), 0.1) for name in ("discriminator", "generator")]
@@ -536,7 +536,7 @@ def test_an_average_made_before_the_diloco_is_warned_of_and_takes_the_anchor_whe
     told = run_replicas(2, body)
     assert [away for _, away, _ in told] == [0.0, 0.0]
     first, second = sorted(message for message, _, _ in told)
-    assert first == ""  # the values of this replica became the anchor
+    assert first == ""  # this replica's values became the first anchor
     assert "and 2 more as it was before the first anchor, like an EMA made too early" in second
     assert "diloco.average_also()" in second
 

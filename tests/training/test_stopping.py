@@ -78,7 +78,7 @@ def test_a_run_that_was_stopped_has_ended_for_the_process_that_comes_back_to_it(
 
 
 def test_a_replica_that_did_not_see_the_last_seal_ends_with_the_others_too() -> None:
-    """It loads a snapshot after that seal, and learns of the end from its record alone."""
+    """The replica loads a snapshot from after the last seal. Only the snapshot's record shows that the run ends."""
     store = MemoryStore()
     first = DiLoCo(model := nn.Linear(2, 1), inner_steps=2, snapshot_every=1, **PLAIN, **place(store))
     for _ in range(6):
@@ -123,7 +123,7 @@ def test_stopping_in_the_last_planned_round_changes_nothing() -> None:
 
 
 def test_a_wish_at_the_end_of_a_stage_means_the_same_whether_a_replica_knows_of_the_extension_or_not() -> None:
-    """Otherwise the replicas that know of it would end there, and the others would train on without them."""
+    """Otherwise some replicas would end at the end of the stage, and the others would continue without them."""
     knowing, unknowing = (RoundPlan(steps_per_entry=2, n_fragments=2, total_steps=8) for _ in range(2))
     knowing.extend(20)
     assert [plan.end_after(3, (1,)) for plan in (knowing, unknowing)] == [False, False]
@@ -134,7 +134,7 @@ def test_a_wish_at_the_end_of_a_stage_means_the_same_whether_a_replica_knows_of_
 
 
 def test_a_schedule_of_epochs_ends_with_the_epoch_in_which_a_replica_stops_the_run() -> None:
-    """This tests the loop of the tutorial. Otherwise the schedule would be stepped for each remaining epoch."""
+    """This tests the tutorial's loop. Without its break, the schedule would be stepped for each remaining epoch."""
 
     def body(where: Mapping[str, Any]) -> tuple[int, float, int]:
         model = nn.Linear(2, 1)

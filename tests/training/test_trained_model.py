@@ -52,7 +52,7 @@ def train(
     """Train a replica, and return its model's state at the end, and the anchor after each step."""
     torch.manual_seed(where["rank"])
     model = Tied()
-    draw = torch.Generator().manual_seed(5)  # frozen values are equal everywhere, and the ranks are threads
+    draw = torch.Generator().manual_seed(5)  # threads share the global generator, and frozen values must be equal
     for parameter in model.frozen.parameters():
         nn.init.normal_(parameter, generator=draw)
     anchors = []

@@ -95,7 +95,7 @@ def test_float_buffers_are_averaged_and_counters_stay_local() -> None:
             assert model.num_batches_tracked is not None
             return model.running_mean[0].item(), int(model.num_batches_tracked)
 
-    # rank 0 stays at 0, rank 1 goes 0 -> 1 -> 1.9: their mean, whatever the outer optimizer does
+    # Rank 0 stays at 0, and rank 1 goes 0 -> 1 -> 1.9. The result is their mean with every outer optimizer.
     (mean, count), (other_mean, other_count) = run_replicas(2, body)
     assert mean == other_mean == pytest.approx(0.95)
     assert (count, other_count) == (1, 2)

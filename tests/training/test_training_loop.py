@@ -104,7 +104,7 @@ def test_a_replica_that_is_started_after_the_last_round_makes_the_last_pass_agai
         assert (diloco.inner_step, diloco.rounds) == (6, 3)
         assert (values_of(model), values_of(ema)) == (anchor_of(diloco), anchor_of(diloco._extra[0][0]))
         assert loss != model.weight.sum().item() or attempt == 0
-        diloco.close()  # nor does it warn of steps that are in nobody's average
+        diloco.close()  # does not warn of steps that are in no average
         next_process()
 
 

@@ -69,7 +69,7 @@ class Quantized(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, *_: Any) -> Quantized:
-        return cls()  # whatever is done to it
+        return cls()  # the result of each operation
 
 
 class Unfolding(State):
@@ -124,7 +124,7 @@ def test_live_work_and_states_that_are_larger_than_a_part_are_kept_in_parts(
     first.keep(4, [torch.arange(1000.0), torch.ones(3)], [4, 4])
     sizes = [entry.size_bytes for entry in store.list(KEYS.own_state(0))]
     assert len(sizes) > 4
-    assert max(sizes) < 2000 + 400  # and a header
+    assert max(sizes) < 2000 + 400  # 2000 bytes of tensors, and a header
     again, state = attached(store, 1), State(9.0)
     assert again.kept is not None
     assert again.kept.names() == {"state"}

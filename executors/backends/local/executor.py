@@ -273,7 +273,7 @@ class LocalProcessExecutor(Backend):
         return ReplicaStatus.RUNNING if attempt.has_started() else ReplicaStatus.PENDING
 
     def observe(self, replicas: Sequence[PendingReplica]) -> list[Observation]:
-        """Return which replicas have ended, from the processes in /proc; see `Backend.observe`."""
+        """Return which replicas have ended, from the processes of this machine; see `Backend.observe`."""
         return [
             Observation(
                 self._conclude(Attempt.from_handle(each.handle, self.backend_name).at(each.attempt), each.handle)
@@ -436,8 +436,8 @@ def _refuse_other_systems() -> None:
     """
     if not CAN_SUPERVISE:
         raise BackendError(
-            f"Backend 'local' needs Linux, and this machine runs {system_name()}. Use the backend inline for one "
-            "replica in this process, or a cloud backend such as modal or hf for several."
+            f"Backend 'local' needs the package psutil on {system_name()}, and it is not installed. Install it with "
+            "pip install psutil, or use another backend."
         )
 
 

@@ -2,7 +2,8 @@
 
 Each is forked from the process before it. Work that is the same for all ranks is done before the fork, because a child
 shares data that it only reads. A fork would lose the other threads of a process. So if the first process has other
-threads, each is a newly started Python process instead (`LocalLaunch.preload`).
+threads, each is a newly started Python process instead (`LocalLaunch.preload`). On macOS no process may fork, so each
+is always a newly started Python process there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
@@ -28,7 +29,21 @@ from executors.backends.local.request import LocalLaunch, adopt
 from executors.errors import LaunchError, ReplicasError
 from executors.logs import tail_text
 from executors.logs.times import TimesWriter, times_of
-from executors.process import become_subreaper, die_with_parent, fork, kill_descendants, start_time, usable_cores
+from executors.process import (
+    ADOPTS_ORPHANS,
+    CAN_FORK,
+    OPENS_FILES_OF_OTHERS,
+    become_subreaper,
+    die_with_parent,
+    fork,
+    is_alive,
+    kill_descendants,
+    mark_child,
+    private_file,
+    raise_file_limit,
+    start_time,
+    usable_cores,
+)
 from executors.protocol import ReplicaHandle
 from executors.replica.shared_page import SharedPage
 from executors.restarts.rules import SAME_PROCESS
@@ -52,6 +67,7 @@ from executors.worker.process_group import MemberPlace, write_whole_lines
 from executors.worker.surroundings import await_gpu_release
 
 BECOME_REPLICA = "from executors.backends.local.rank import become_replica; become_replica()"
+COPY_LOG = "from executors.backends.local.rank import copy_log; copy_log()"
 LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 COPY_LIMIT_S = 8  # the longest time for the copy of a log
 # A killed supervisor's ranks have this time, besides their grace, before the guard kills them. A rank checks every
@@ -59,24 +75,28 @@ COPY_LIMIT_S = 8  # the longest time for the copy of a log
 GUARD_S, GUARD_LOOK_S = 3.0, 0.05
 
 
-def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> NoReturn:
-    """Run the supervisor of a launch in this process, and end the process. The zygote has just forked it.
+def become_supervisor(launch: LocalLaunch, launcher_end: int, reply: int) -> NoReturn:
+    """Run the supervisor of a launch in this process, and end the process. The zygote has just started it.
 
     Args:
         launch: the launch.
-        launcher_pidfd: a pidfd of the launcher.
+        launcher_end: a descriptor that is readable when the launcher has ended.
         reply: the descriptor to which the handles, or an error, are written as a line of JSON.
 
     Example:
-        become_supervisor(launch, launcher_pidfd, reply)
+        become_supervisor(launch, launcher_end, reply)
     """
     code = 1
     try:
         os.setsid()
-        become_subreaper()
-        try:
-            _leave_guard([launcher_pidfd, reply], launch.term_grace_s + GUARD_S)
+        if ADOPTS_ORPHANS:
             become_subreaper()
+        try:
+            if ADOPTS_ORPHANS:  # elsewhere the zygote has started a guard
+                _leave_guard([launcher_end, reply], launch.term_grace_s + GUARD_S)
+                become_subreaper()
+            if not OPENS_FILES_OF_OTHERS:
+                raise_file_limit()  # for the stacks of each rank
             # Before the store is opened, which may need the launcher's credentials.
             adopt(
                 launch.cwd,
@@ -86,14 +106,16 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
             )
             _unbuffer_streams()
             store_at(launch.spec.store_url)  # opened and checked once, for the ranks that are forked from here
-            ranks = LocalStarter(launch, [launcher_pidfd, reply])
+            ranks = LocalStarter(launch, [launcher_end, reply])
+            is_attached = not launch.spec.settings.detach
             supervisor = Supervisor(
                 launch.spec,
                 ranks,
                 max_parallel=launch.n_parallel,
                 timeout_s=launch.timeout_s,
                 term_grace_s=launch.term_grace_s,
-                launcher_pidfd=None if launch.spec.settings.detach else launcher_pidfd,
+                launcher_end=launcher_end if is_attached else None,
+                launcher_lives=_look_at(launch) if is_attached else None,
             )
         except (OSError, ReplicasError, ValueError) as error:
             os.write(reply, (json.dumps({"error": str(error), "rank": None}) + "\n").encode())
@@ -108,11 +130,23 @@ def become_supervisor(launch: LocalLaunch, launcher_pidfd: int, reply: int) -> N
         if launch.spec.supervised_restarts is None:
             ranks.task = None  # frees memory; a rank that starts later reads the task again
         gc.freeze()
-        gc.enable()  # each request to a bucket leaves a cycle of objects, which would be gigabytes after weeks
+        # each request to a bucket leaves a cycle of objects; without collections, these would take gigabytes after
+        # weeks
+        gc.enable()
         supervisor.run()
         code = 0
     finally:
         os._exit(code)
+
+
+def _look_at(launch: LocalLaunch) -> Callable[[], bool] | None:
+    """Return a function that looks whether the launcher is alive. None: its descriptor shows its end for certain.
+
+    Without pidfds, a process that the launcher has forked keeps the launcher's lifeline open.
+    """
+    if CAN_FORK or launch.launcher_started is None:
+        return None
+    return functools.partial(is_alive, launch.launcher_pid, launch.launcher_started)
 
 
 def supervise() -> NoReturn:
@@ -135,6 +169,7 @@ def become_replica() -> NoReturn:
         message, shares = receive_message()
         launch = LocalLaunch.from_json(message["launch"])
         page = SharedPage.open(shares["page"], keeps=True)
+        page.stacks_descriptor = shares.get("stacks", -1)
         place = MemberPlace.received(message["member"], shares)
         ranks = LocalStarter(launch, [], message["supervisor_pid"])
         leave_supervisor([])
@@ -147,6 +182,27 @@ def become_replica() -> NoReturn:
         sys.excepthook(*sys.exc_info())
         os._exit(1)
     main(assignment)
+
+
+def copy_log() -> NoReturn:
+    """Copy the end of a log into the run's store in this process, which is a new Python.
+
+    Example:
+        python -c "from executors.backends.local.rank import copy_log; copy_log()"
+    """
+    try:
+        message, _ = receive_message()
+        _copy_log(LocalLaunch.from_json(message["launch"]), message["rank"], *message["attempts"])
+    finally:
+        os._exit(0)
+
+
+def _copy_log(launch: LocalLaunch, rank: int, asked: int, claimed: int) -> None:
+    signal.set_wakeup_fd(-1)
+    die_with_parent()
+    signal.alarm(COPY_LIMIT_S)
+    patient = launch.attempt(rank)
+    LogCopy(patient.at(claimed), launch.log_file(patient.at(asked))).put(FINAL_BYTES)
 
 
 @dataclass(frozen=True)
@@ -226,7 +282,7 @@ class LocalStarter:
         supervisor_pid: the pid of the supervisor. Default: this process.
 
     Example:
-        starter = LocalStarter(launch, [launcher_pidfd, reply])
+        starter = LocalStarter(launch, [launcher_end, reply])
         pid = starter.start(launch.attempt(0), page, [])
     """
 
@@ -290,7 +346,7 @@ class LocalStarter:
             self._begun.add((attempt.rank, attempt.number))
             self._delete_older_output(attempt)
         if self._lock is not None:
-            hold(self._lock, attempt.rank, attempt.number)
+            hold(self._lock, attempt.rank, attempt.number, self._launch.log_folder)
         return True
 
     def count_members(self, attempt: Attempt) -> int:
@@ -374,7 +430,9 @@ class LocalStarter:
         shared, of_members = page.share(), {} if place is None else place.shares()
         try:
             shares = {"page": shared, **of_members}
-            return start_python(BECOME_REPLICA, message, shares, keeps=locks, output=output)
+            if not OPENS_FILES_OF_OTHERS:  # so both sides have the file of the stacks before the start
+                shares["stacks"] = page.stacks_descriptor = private_file()
+            return start_python(BECOME_REPLICA, message, shares, keeps=locks, output=output, marks=mark_child())
         finally:
             os.close(shared)
             if "leader" in of_members:
@@ -440,14 +498,13 @@ class LocalStarter:
         """
         if not self._launch.copies_logs:
             return None
+        if not CAN_FORK:
+            numbers = {"rank": asked.rank, "attempts": [asked.number, claimed.number]}
+            return start_python(COPY_LOG, {"launch": self._launch.to_json(), **numbers}, {})
         pid = fork()
         if pid == 0:
             try:
-                signal.set_wakeup_fd(-1)
-                die_with_parent()
-                signal.alarm(COPY_LIMIT_S)
-                patient = self._launch.attempt(claimed.rank).at(claimed.number)
-                LogCopy(patient, self._launch.log_file(asked)).put(FINAL_BYTES)
+                _copy_log(self._launch, asked.rank, asked.number, claimed.number)
             finally:
                 os._exit(0)
         return pid

@@ -16,7 +16,7 @@ from typing import Any
 from executors.backends.local.request import receive_json, send_json
 from executors.errors import BackendError
 from executors.module_search import new_python, user_folders
-from executors.process import signal_name
+from executors.process import make_lifeline, signal_name
 
 EXIT_S = 5.0  # the longest time between the end of its connection and the end of the process
 
@@ -116,14 +116,15 @@ class ZygoteClient:
         with theirs:
             paths = [os.path.abspath(path) for path in sys.path]  # an empty path is the working directory of now
             self._environ = dict(os.environ)
-            argument = json.dumps([theirs.fileno(), os.getpid(), paths, user_folders(), list(self._preload)])
+            reader = _own_lifeline()
+            argument = json.dumps([theirs.fileno(), reader, os.getpid(), paths, user_folders(), list(self._preload)])
             try:
                 self._process = subprocess.Popen(
                     new_python(_START, argument),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[theirs.fileno(), *([] if reader < 0 else [reader])],
                 )
             except OSError as error:  # for example, the limit on processes is reached
                 ours.close()
@@ -140,6 +141,25 @@ class ZygoteClient:
                 self._process.kill()
             self._process.wait()
         self._connection = self._process = None
+
+
+_lifeline: tuple[int, int, int] = (0, -1, -1)
+"""The process that made it, and the two ends of a pipe whose end shows the end of that process to others."""
+
+
+def _own_lifeline() -> int:
+    """Return the reading end of this process's lifeline. -1: this system needs none.
+
+    The lifeline stays when a zygote is replaced, because the supervisors that the old one has started watch it.
+    """
+    global _lifeline
+    owner, *ends = _lifeline
+    if owner != os.getpid():
+        for end in ends:  # this process is a fork, which must not keep its parent's lifeline
+            if end >= 0:
+                os.close(end)
+        _lifeline = (os.getpid(), *make_lifeline())
+    return _lifeline[1]
 
 
 _clients: dict[tuple[str, ...], ZygoteClient] = {}

@@ -16,7 +16,7 @@ from typing import Any, TypedDict, TypeVar
 from executors.attempt import Attempt, Claim, Intent
 from executors.attempt.outcome import says_alive
 from executors.attempt.warning_record import NAME as WARNINGS
-from executors.attempt.warning_record import KeptWarnings
+from executors.attempt.warning_record import RecordedWarnings
 from executors.errors import StoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.decision_log import Decision, DecisionLog
@@ -303,7 +303,7 @@ def read_warnings(attempt: Attempt) -> list[FoundWarning]:
     Raises:
         StoreError: the record cannot be read.
     """
-    kept = attempt.find(WARNINGS, KeptWarnings.parse)
+    kept = attempt.find(WARNINGS, RecordedWarnings.parse)
     if kept is None:
         return []
     place: Any = {"rank": attempt.rank, "attempt": attempt.number}

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from executors.settings.durations import name_duration
-from executors.status import name_ranks
+from executors.status import begins_with_rank, name_ranks
 from executors.view.report.text import name_moment, name_number, name_share, one_line
 
 MAX_LATE = 3  # the most ranks that are named
@@ -33,7 +33,8 @@ def _sentences(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "bad", problem
     if document["n_warnings"]:
         first, n = document["warnings"][0], document["n_warnings"]
-        whose = f"{name_ranks(first['ranks'])}: " if first["ranks"] else ""
+        named = begins_with_rank(first["text"], first["ranks"])
+        whose = f"{name_ranks(first['ranks'])}: " if first["ranks"] and not named else ""
         text = one_line(first["text"], MAX_WARNING).rstrip(".")
         yield "bad", f"{'1 warning' if n == 1 else f'{n} warnings, the first'}: {whose}{text}."
     yield from _loss(document)

@@ -33,7 +33,7 @@ def end_all_after_us(directory: Path) -> None:
 
 
 def forget(directory: Path) -> None:
-    """Tell the helper that no process is left in a directory."""
+    """Report to the helper that no process is left in a directory."""
     _tell(b"-", directory)
 
 

@@ -26,8 +26,8 @@ REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z0-9_.-]+)\)")
 
 
 EVICTED = "The node was low on resource: memory. "
-# seconds between the report of a container's end and the report of its pod's end; long enough that a look can happen in
-# between
+# Seconds between the report of a container's end and the report of its pod's end. A reader has time to look between
+# the two.
 LAG_S = 0.05
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from kubernetes import client
 
 PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float), "datetime": str, "object": object, "bytes": str}
-INSIDE = re.compile(r"(?:List\[(?P<item>.+)\]|Dict\[str, (?P<value>.+)\])")
+# Older clients write list[V1Container] and dict(str, str).
+INSIDE = re.compile(r"(?:[Ll]ist\[(?P<item>.+)\]|[Dd]ict[\[(]str, (?P<value>.+)[\])])")
 
 
 def problems(value: Any, kind: str, path: str = "") -> Iterator[str]:
@@ -41,5 +42,21 @@ def _of_model(value: dict[str, Any], model: Any, path: str) -> Iterator[str]:
         place = f"{path}.{name}".lstrip(".")
         if value.get(name) is not None:
             yield from problems(value[name], model.openapi_types[attribute], place)
-        elif model.model_fields[attribute].is_required():
+        elif _is_required(model, attribute):
             yield f"{place}: Required value"
+
+
+def _is_required(model: Any, attribute: str) -> bool:
+    """Return True if the schema requires an attribute of a model.
+
+    The models of newer clients are those of pydantic. An older model refuses None for a required attribute.
+    """
+    if hasattr(model, "model_fields"):
+        return bool(model.model_fields[attribute].is_required())
+    made = object.__new__(model)
+    made.local_vars_configuration = client.Configuration()
+    try:
+        setattr(made, attribute, None)
+    except ValueError:
+        return True
+    return False

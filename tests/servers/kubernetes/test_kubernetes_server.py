@@ -41,7 +41,7 @@ class Asker:
         self._namespace = namespace
 
     def fill(self, text: str) -> str:
-        """Return a text with the names of this asker in it."""
+        """Replace the placeholders in a text by this asker's names."""
         return text.replace("{name}", self.name).replace("{ns}", self._namespace)
 
     def ask(self, method: str, path: str, body: str | None = None, changes: Mapping[str, Any] | None = None) -> Any:
@@ -56,7 +56,7 @@ class Asker:
         text = self.fill(json.dumps(made)).replace("{a MiB and one byte}", "x" * ((1 << 20) + 1))
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         pools = self.api.rest_client.pool_manager
-        if self.token:  # without the client's certificate, which would authenticate the request, too
+        if self.token:  # a pool without the client's certificate, which would authenticate the request, too
             headers["Authorization"] = f"Bearer {self.token}"
             pools = urllib3.PoolManager(ca_certs=self.api.configuration.ssl_ca_cert)
         else:

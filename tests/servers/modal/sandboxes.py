@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from modal_proto import api_pb2
 
@@ -26,7 +27,8 @@ FAILURE = api_pb2.GenericResult.GENERIC_STATUS_FAILURE
 TIMEOUT = api_pb2.GenericResult.GENERIC_STATUS_TIMEOUT
 TERMINATED = api_pb2.GenericResult.GENERIC_STATUS_TERMINATED
 INIT_FAILURE = api_pb2.GenericResult.GENERIC_STATUS_INIT_FAILURE
-KERNEL_OOM_KILL = api_pb2.GenericResult.GENERIC_STATUS_KERNEL_OOM_KILL
+# Releases of the SDK before 1.6.3 have no name for this number, and the service sends it all the same.
+KERNEL_OOM_KILL: Any = 10
 
 # With this program, even a test process that is killed leaves no sandboxes behind. It is part of util-linux, which
 # macOS does not have.
@@ -35,7 +37,7 @@ ENDS_WITH_THE_SERVER = [setpriv, "--pdeathsig", "KILL"] if (setpriv := shutil.wh
 
 @dataclasses.dataclass(frozen=True)
 class LogEntry:
-    """The output of a process, as the vendor keeps it: never more than a line, perhaps less."""
+    """A piece of the output of a process, as the vendor keeps it: a line, or a part of a line."""
 
     timestamp_ns: int
     file_descriptor: int
@@ -79,7 +81,7 @@ class Sandbox:
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs that it has."""
+        """The number of GPUs of the sandbox."""
         return int(self.definition.resources.gpu_config.count)
 
     def start(self, bin_folder: Path) -> None:

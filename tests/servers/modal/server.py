@@ -89,9 +89,13 @@ class ModalServer:
         try:
             yield
         finally:
-            # there was no default client, and no credentials to make one
+            # Raised if there was no default client, and no credentials to make one.
             with contextlib.suppress(modal.exception.AuthError):
-                modal.Client.from_env().close()
+                client: Any = modal.Client.from_env()
+                if hasattr(client, "close"):
+                    client.close()
+                else:  # before release 1.6.4: the default client is forgotten, and ends with this process
+                    type(client).set_env_client(None)
             for name in [name for name in os.environ if name.startswith("MODAL_")]:
                 del os.environ[name]
             os.environ.update(others)
@@ -268,7 +272,7 @@ def modal_server() -> Iterator[ModalServer]:
         finally:
             server._loop.call_soon_threadsafe(server._loop.stop)
             thread.join(timeout=30)
-            with warnings.catch_warnings():  # from a connection that was made while the loop ended
+            with warnings.catch_warnings():  # a connection that was made while the loop ended warns
                 warnings.simplefilter("ignore", ResourceWarning)
                 gc.collect()
     assert not thread.is_alive(), "the server has not stopped"

@@ -30,7 +30,7 @@ class S3Server:
 
     endpoint_url: str
     pid: int = 0
-    """The id of its process. 0: not known."""
+    """The pid of the server's process. 0: not known."""
 
     def url(self, prefix: str = "") -> str:
         return f"s3://{BUCKET}/{prefix}?endpoint_url={quote(self.endpoint_url, safe='')}&region=us-east-1"

@@ -5,7 +5,8 @@
 - S3: after a cancel or a stop, no rank restarts until a resume, and no process lives much longer.
 - S4: each attempt is started at most once.
 - S5: the run ends.
-- P: an attempt starts in the process before only if that stays, and after at most two strikes.
+- P: an attempt starts in the process of the previous attempt only if that process still exists, and after at most two
+  strikes.
 - S6: no process is fenced by its own claim.
 - S7: all readers see the same log.
 """

@@ -68,7 +68,7 @@ def believe_the_own_answer(patch: pytest.MonkeyPatch) -> None:
 
 
 def own(log: Any, *rest: Any) -> Any:
-    """What this controller sees of the log when it counts its own restarts only."""
+    """Show a controller only those restarts in the log that it has ordered itself."""
     mine = [entry for entry in log if entry.kind != "restart" or entry.by == (log[-1].by if log else "")]
     return (mine, *rest)
 

@@ -24,7 +24,7 @@ def test_a_seed_replays_its_schedule_of_restarts() -> None:
 
 
 def test_a_schedule_of_restarts_that_once_found_a_fault_stays_fine() -> None:
-    """Each seed found one of these cases, in this order or nearly so.
+    """Each seed found one of these cases, in nearly this order.
 
     - A later policy shortened a wait.
     - A policy was ordered when no controller was running, so it stops no rank.

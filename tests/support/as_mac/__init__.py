@@ -1,7 +1,8 @@
-"""Runs a command on Linux as if on macOS, as far as that can be emulated, to test the client on laptops.
+"""Runs a command on Linux as if on macOS, as far as that can be emulated, to test the project for laptops.
 
 The command runs in a mount namespace without /proc and /sys. Its Python does not have the names that exist only on
 Linux, and reports macOS as its platform: see `sitecustomize`. Fakes of `ps` and `sysctl` take the arguments of BSD.
+psutil reads the real /proc at another place, because on a Mac it asks the kernel.
 
 The emulation does not show a fork after an import of torch, numbers of signals, file names without case, and `/tmp` as
 a symbolic link. It does not show socket paths of at most 104 bytes, times of files, pages of 16 KiB, 256 open files,

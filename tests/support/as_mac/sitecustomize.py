@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 HIDDEN = {
     "os": {
@@ -46,7 +47,24 @@ HIDDEN = {
     "time": {"CLOCK_BOOTTIME CLOCK_TAI pthread_getcpuclockid": "clocks of Linux alone"},
 }
 """For each module: the names that it does not have on macOS, and the reason."""
+GIVEN = {"signal": {"SIGINFO": 29, "SIGEMT": 16}, "fcntl": {"F_GETPATH": 50}}
+"""For each module: the constants that it has on macOS alone. The signals have numbers that Linux hardly uses."""
 NOT_INSTALLED = {"inotify_simple": "pyproject.toml asks for it on Linux alone", "_inotify_simple": "its other name"}
+
+
+def give_get_path() -> None:
+    """Make `fcntl` know F_GETPATH, which returns the path of an open file on macOS."""
+    import fcntl
+
+    original = fcntl.fcntl
+
+    def answer(file: Any, command: int, argument: Any = 0) -> Any:
+        if command != GIVEN["fcntl"]["F_GETPATH"]:
+            return original(file, command, argument)
+        number = file if isinstance(file, int) else file.fileno()
+        return os.readlink(f"{os.environ['AS_MAC_PROC']}/self/fd/{number}").encode().ljust(len(argument), b"\0")
+
+    vars(fcntl)["fcntl"] = answer
 
 
 def hide() -> None:
@@ -68,6 +86,12 @@ def hide() -> None:
 
     assert all((asyncio, ctypes.util, multiprocessing, selectors, shutil)), "imported for what they choose"
     assert all((ssl, subprocess, urllib.request, uuid, webbrowser)), "imported for what they choose"
+    try:
+        import psutil  # it reads another /proc here, and macOS's kernel itself on a Mac; the answers are the same
+
+        vars(psutil)["PROCFS_PATH"] = os.environ["AS_MAC_PROC"]
+    except ImportError:
+        pass  # this Python is not the one of the tests
     sysconfig.get_config_vars()
     platform.system()
     vars(tempfile)["_O_TMPFILE_WORKS"] = False
@@ -75,7 +99,10 @@ def hide() -> None:
         names = vars(importlib.import_module(module))
         for name in " ".join(reasons).split():
             names.pop(name, None)
-    for name in NOT_INSTALLED:
+    for module, constants in GIVEN.items():
+        vars(importlib.import_module(module)).update(constants)
+    give_get_path()
+    for name in (*NOT_INSTALLED, *os.environ.get("AS_MAC_LACKS", "").split()):
         sys.modules[name] = None  # type: ignore[assignment]  # an import of it is an ImportError
     sys.platform = "darwin"
 

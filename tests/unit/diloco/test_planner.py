@@ -127,7 +127,7 @@ def test_the_sums_are_of_all_replicas_rounds_and_fragments() -> None:
     assert 8 * 400 * (plan.up + plan.down) == pytest.approx(12.2e12, rel=0.01)
     assert plan.egress_usd(PRICES["s3"], 400) == pytest.approx(667, abs=1)
     requests = 400 * 2 * 8 * (4 * 5e-6 + (25 + 14 + plan.round.down / 2**23) * 0.4e-6)
-    snapshots = 80 * (1 + 155) * 5e-6  # snapshots of 10.4 GB after every tenth entry
+    snapshots = 80 * (1 + 155) * 5e-6  # a snapshot of 10.4 GB after every tenth entry
     assert plan.requests_usd(PRICES["s3"], 400) == pytest.approx(requests + snapshots)
     assert plan.egress_usd(PRICES["r2"], 400) == plan.requests_usd(Prices(), 400) == 0
 
@@ -247,7 +247,7 @@ def test_invalid_values_are_refused_by_name(job: dict, given: dict, problem: str
 
 @given(job=JOBS, wire=NAMES, factor=st.floats(1, 1e4))
 def test_a_better_link_never_makes_rounds_longer(job: Workload, wire: str, factor: float) -> None:
-    """For one wire: with more room the planner goes back from int4 to int8, whose rounds may be longer."""
+    """The test keeps the wire. Otherwise, a better link could change int4 to int8, whose rounds may be longer."""
     link = job.link
     faster = Link(up=link.up * factor, down=link.down * factor, latency_s=link.latency_s / factor)
     slow, fast = choose(job, wires=(wire,)), choose(replace(job, link=faster), wires=(wire,))
@@ -353,7 +353,7 @@ DILOCO = {
     (671e9, 20, 300): (1.7, 6.2, 13.3, 28.1, 126.5),
 }
 OVERLAPPED = {
-    # (…, fragments with the embedding's, bits of a value): one step of overlap; 2501.18512, table 4
+    # (…, fragments including the one of the embedding, bits of a value): one step of overlap; 2501.18512, table 4
     (1e9, 0.1, 99, 9, 16): (1.4, 4.3, 6.2, 9.1, 11.0),
     (1e9, 0.1, 99, 9, 4): (0.4, 0.9, 1.7, 2.0, 3.0),
     (10e9, 0.8, 85, 17, 16): (1.7, 3.6, 5.2, 6.2, 7.5),

@@ -15,16 +15,9 @@ from dataclasses import replace
 
 import pytest
 
-from executors.process import kill_descendants
+from executors.process import ActivitySample, ThreadTimes, kill_descendants, linux_activity, take_sample
 from executors.supervisor import activity
-from executors.supervisor.activity import (
-    ActivityMeter,
-    ActivitySample,
-    ProcessActivity,
-    ThreadTimes,
-    take_sample,
-    usage_between,
-)
+from executors.supervisor.activity import ActivityMeter, ProcessActivity, usage_between
 
 SPIN = "while True: pass"
 SPAN_S = 1.0
@@ -116,7 +109,7 @@ WAITING = {
 @pytest.mark.parametrize("code", WORK.values(), ids=WORK)
 def test_work_is_active(code: str, sink: int, tmp_path: object) -> None:
     with process(code, str(sink), f"{tmp_path}/file") as pid:
-        usage_of(pid)  # its work at the start
+        usage_of(pid)  # leaves out the work of the start
         assert usage_of(pid).is_active
 
 
@@ -224,8 +217,8 @@ def test_an_old_burst_does_not_move_the_time_of_the_last_activity(monkeypatch: p
 
 
 def test_a_kernel_without_queue_times_is_judged_by_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: Callable[[str], bytes] = activity._read
-    monkeypatch.setattr(activity, "_read", lambda path: b"" if path.endswith("schedstat") else read(path))
+    read: Callable[[str], bytes] = linux_activity._read
+    monkeypatch.setattr(linux_activity, "_read", lambda path: b"" if path.endswith("schedstat") else read(path))
     with process(SPIN) as pid:
         assert usage_of(pid).is_active
     with process(WAITING["polls"]) as pid:

@@ -193,7 +193,7 @@ def test_a_pickle_that_was_replaced_is_not_opened(cloud: Cloud, workspace: Path,
     spec = ship(shared, workspace, lambda: "ran")
     evil = f"cbuiltins\nexec\n(S{EVIL!r}\ntR.".encode()
     open_store(shared).put("otter/task/callable.pkl", evil)
-    code, out, _ = ended(cloud.start(spec))  # the worker's two streams are one
+    code, out, _ = ended(cloud.start(spec))  # the worker writes stdout and stderr into one stream
     outcome = outcome_of(spec)
     assert (code, outcome.status, outcome.reason) == (1, "failed", "exception")
     assert "'otter/task/callable.pkl'" in str(outcome.error)
@@ -358,11 +358,11 @@ def test_uv_installs_where_it_is_available_and_pip_where_it_cannot(cloud: Cloud,
 def test_a_later_version_of_a_dependency_in_the_image_is_kept_and_reported(
     cloud: Cloud, workspace: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("executors.shipping.requirements.installed_version", {"torch": "2.9", "numpy": "1.26.4"}.get)
+    monkeypatch.setattr("executors.shipping.requirements.installed_version", {"torch": "2.0", "numpy": "1.26.4"}.get)
     spec = ship(shared, workspace, "train_of_user:light", {"x": 1})
     code, _, err = ended(cloud.start(spec))
     kept = "replicas: keeping {0} {1} of the image, where the launcher has {2}\n"
-    versions = [("torch", version("torch"), "2.9"), ("numpy", version("numpy"), "1.26.4")]
+    versions = [("torch", version("torch"), "2.0"), ("numpy", version("numpy"), "1.26.4")]
     assert (code, err) == (0, "".join(kept.format(*each) for each in versions))
     assert outcome_of(spec).result == 3
 
@@ -439,7 +439,7 @@ def test_without_boto3_the_version_of_the_launcher_is_installed_first(
         folder.mkdir()
     dependencies = next(cloud.python.parent.parent.rglob("dependencies.pth"))
     (only_pip / "pip").symlink_to(Path(dependencies.read_text().splitlines()[0]) / "pip")
-    # pip is offline, so it finds this boto3, which imports the one that is installed here.
+    # pip is offline, so it finds the boto3 in this file, which then imports the installed boto3.
     here = f"sys.path[:0] = {dependencies.read_text().splitlines()!r}"
     ours = version("boto3")
     for name, found, requires in (("boto3", ours, "botocore"), ("botocore", "1.0", "")):

@@ -311,7 +311,7 @@ def test_a_process_that_keeps_or_follows_a_run_waits_longer_than_its_replicas() 
 
 
 def test_a_failure_that_lasts_longer_than_the_patience_is_raised(capsys: pytest.CaptureFixture[str]) -> None:
-    """Most readings of a status ask the store alone: a backend that fails is noticed in every tenth here."""
+    """Most readings of a status ask only the store. Here, every tenth reading asks the backend, too."""
     for kind, every, waits in ((StoreError, 1, True), (BackendError, 10, True), (BackendError, 1, False)):
         clock, readings = Clock(), itertools.count(1)
 

@@ -218,7 +218,7 @@ def test_a_process_is_ended_for_the_attempt_that_follows_only_if_it_is_an_earlie
 def test_a_container_whose_rank_cannot_be_killed_starts_nothing_in_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its GPU and its disk may hang, too. The service takes them back when the container has ended."""
+    """The GPU and the disk of the rank may hang, too. The service takes them back when the container has ended."""
     supervisor, attempt, _ = supervised(tmp_path, restarts="3")
     attempt.store.put("run/run.json", b"{}")
     monkeypatch.setattr(os, "kill", lambda *_: None)
@@ -236,7 +236,7 @@ def test_a_container_whose_rank_cannot_be_killed_starts_nothing_in_its_place(
 def test_a_supervisor_receives_a_notice_while_it_reads_a_long_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To read a log of three weeks from a distant store takes longer than the time after a notice."""
+    """Reading a log of three weeks from a distant store takes longer than the time after a notice."""
     supervisor, attempt, page = supervised(tmp_path)
     log = DecisionLog(attempt.store, "run")
     for decision in (Decision(kind="stop"), Decision(kind="resume", start={0: 0}), Decision(kind="policy")):

@@ -216,8 +216,9 @@ def test_a_fork_leaves_ranks_that_a_user_resumes_to_the_process_of_the_user(scen
 
 
 def test_an_end_is_answered_again_after_a_resume_that_came_late(scene: Scene) -> None:
-    """A user's resume read the log, waited for long, and then named attempt 1, which had ended and been decided
-    about meanwhile.
+    """A user's resume read the log, waited for long, and then named attempt 1.
+
+    Meanwhile that attempt had ended, and a decision had followed its end.
     """
     controller = scene.controller(starter := FakeStarter())
     controller.advance(snapshot(end(attempt=1, saved_marks=1)))
@@ -254,7 +255,7 @@ def test_a_rank_that_no_one_launched_is_not_started(scene: Scene) -> None:
 
 
 def test_an_entry_that_could_not_be_parsed_is_not_added(scene: Scene) -> None:
-    """Such an entry would stop all later decisions."""
+    """An entry that no reader can parse would stop all later decisions."""
     controller = scene.controller(FakeStarter())
     with pytest.raises(CorruptObjectError, match="'start' is an object"):
         controller.advance(snapshot(end(attempt=10_000, saved_marks=1)))
@@ -298,8 +299,9 @@ def test_a_sight_is_taken_from_the_records_of_a_run() -> None:
 
 
 def observer(store: Store, ended: Outcome | None = None, **other: Any) -> Any:
-    """Looks at a run of one replica, unless told otherwise, whose supervisor cannot be asked and so counts as one
-    that lives.
+    """Return a reader of the state of a run. By default the run has one replica.
+
+    The backend cannot report on its supervisor, which therefore counts as alive.
     """
 
     def handle(rank: int, insists: bool) -> None:

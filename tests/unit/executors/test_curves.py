@@ -43,7 +43,7 @@ def test_a_short_line_stays_as_it_is_without_values_that_are_not_finite() -> Non
 
 def test_the_middle_is_the_median_of_ranks_where_most_of_them_are() -> None:
     lines = [Line.of(rank, 0, [(x, float(rank * rank)) for x in range(100 if rank else 10)]) for rank in range(5)]
-    assert {round(y, 3) for x, y in middle(lines) if x > 10} == {6.5}  # of 1, 4, 9, 16
+    assert {round(y, 3) for x, y in middle(lines) if x > 10} == {6.5}  # the median of 1, 4, 9 and 16
     assert middle(lines)[0][1] == 4
     assert all(y == pytest.approx(3 * x) for x, y in middle([Line.of(0, 0, [(x * x, 3.0 * x * x) for x in range(90)])]))
 

@@ -163,7 +163,7 @@ def test_in_a_signed_run_an_unproved_order_ends_ranks_but_starts_none() -> None:
         forge(kind)
     genuine = DecisionLog(store, "run", key=key).append(lambda _: Decision(kind="resume", start={0: 1}))
     assert genuine is not None
-    store.put("run/decisions/000007.json", store.get("run/decisions/000006.json"))  # replayed
+    store.put("run/decisions/000007.json", store.get("run/decisions/000006.json"))  # a replay of entry 6
     entries = DecisionLog(store, "run", lambda: 9.0, key=key).read()
     assert [entry.kind for entry in entries[:3]] == [*ENDING]
     assert {(entry.rank, entry.words, entry.at) for entry in entries[:3]} == {(1, "why", 9.0)}

@@ -88,7 +88,7 @@ def test_no_event_is_written_twice_and_none_is_missing_however_often_an_export_i
         for second in (10.0, 10.0, 33.0):
             files.write(until(metrics, second), is_over=False)
     (file,) = (exported / "rank-1").glob("events*")
-    file.write_bytes(file.read_bytes()[:-7])  # killed while it wrote
+    file.write_bytes(file.read_bytes()[:-7])  # as if the export was killed while it wrote
     assert write(exported, until(metrics, 60.0), is_over=False) > 0
     write(exported, metrics)
     assert write(exported, metrics) == 0

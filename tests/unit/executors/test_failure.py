@@ -28,7 +28,7 @@ def inner(text):
 
 
 def failure_of(file: str) -> dict[str, str | None]:
-    """Return the failure of code in a file that fails in a library that it calls."""
+    """Return the failure of code in a file. The code calls a library, which raises the error."""
     names: dict[str, object] = {}
     exec(compile(SOURCE, file, "exec"), names)
     try:
@@ -57,6 +57,14 @@ def test_the_place_is_the_last_of_the_users_own_lines(
     assert failure["error_place"] == place
     assert str(failure["error_line"]).startswith("json.decoder.JSONDecodeError: Expecting value")
     assert "json/decoder.py" in str(failure["error"]), "the whole way is in the traceback"
+
+
+def test_the_place_of_an_error_in_generated_code_is_the_line_of_the_file_that_called_it() -> None:
+    names: dict[str, Callable[[], None]] = {}
+    exec("import json\ndef made(): json.loads('none')", names)
+    with pytest.raises(ValueError, match="Expecting value") as raised:
+        names["made"]()
+    assert str(describe_failure(raised.value)["error_place"]).startswith("tests/unit/executors/test_failure.py:")
 
 
 def test_an_exception_of_no_one_has_no_place() -> None:

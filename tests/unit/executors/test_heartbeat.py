@@ -50,7 +50,7 @@ def test_nothing_is_written_after_a_heartbeat_was_stopped() -> None:
     beating.start()
     assert store.entered.wait(30)
     stopping.start()
-    stopping.join(0.1)  # gives a stop that does not wait the chance to return too early
+    stopping.join(0.1)  # a `stop` that wrongly does not wait would return now
     store.gate.set()
     for thread in (beating, stopping):
         thread.join(30)

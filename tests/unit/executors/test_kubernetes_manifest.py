@@ -10,6 +10,7 @@ from kubernetes import client
 from servers.kubernetes.pods import expanded
 from servers.kubernetes.rules import violations, wrong_with_job
 from servers.kubernetes.schema import problems
+from support.kubernetes_objects import made_from
 
 from executors.backends.jobs.service import UNKNOWN, JobKey, JobServiceError, JobSpec, JobState
 from executors.backends.kubernetes import KubernetesJobs
@@ -72,13 +73,13 @@ def waiting(reason: str, message: str, since: datetime) -> dict[str, Any]:
 
 
 def pod(*, gone_by: datetime | None = None, **status: Any) -> Any:
-    return client.V1Pod.from_dict({"metadata": {"labels": {}, "deletionTimestamp": gone_by}, "status": status})
+    return made_from(client.V1Pod, {"metadata": {"labels": {}, "deletionTimestamp": gone_by}, "status": status})
 
 
 def job(*, is_deleted: bool = False, suspend: bool = False, generation: int = 1, **status: Any) -> Any:
     metadata = {"generation": generation, **({"deletionTimestamp": JUST_NOW} if is_deleted else {})}
     spec = {"suspend": suspend, "template": {"spec": {"containers": []}}}
-    return client.V1Job.from_dict({"metadata": metadata, "spec": spec, "status": status})
+    return made_from(client.V1Job, {"metadata": metadata, "spec": spec, "status": status})
 
 
 PODS: list[tuple[dict[str, Any], JobState]] = [
@@ -222,7 +223,7 @@ def test_ranks_are_pods_of_one_indexed_job_that_fails_none_for_another() -> None
     assert pod["volumes"] == [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     assert pod["containers"][0]["volumeMounts"] == [{"name": "shm", "mountPath": "/dev/shm"}]
     assert spec["template"]["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"] == "true"
-    read = client.V1Job.from_dict(made)
+    read = made_from(client.V1Job, made)
     assert ranks_of(read) == [3, 1, 8]
     assert [index_of(each.key, read) for each in jobs(3, 1, 8)] == [0, 1, 2]
     assert index_of(jobs(2)[0].key, read) is None

@@ -99,7 +99,7 @@ def test_failed_looks_do_not_count(scene: Scene) -> None:
 
 
 def test_a_store_that_was_away_longer_than_the_lease_ends_nothing_when_it_is_back(scene: Scene) -> None:
-    """The process that renews the lease had no store either, and may reach it later than the container does."""
+    """The process that renews the lease had no store either. It may reach the store later than the container does."""
     scene.write(holder="one", at=1)
     assert scene.is_over_within(5) is None
     scene.is_away(60)

@@ -104,7 +104,7 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[tuple[Life, Work]]]:
         events: dict[int, Any] = {
             rank: draw(st.sampled_from([*["counted"] * 6, "carried", "dropped", "killed", "sent"])) for rank in trainers
         }
-        events[min(trainers)] = "counted"  # some replica reads the seal
+        events[min(trainers)] = "counted"  # at least one replica must read the seal
         for rank in trainers:
             trainers[rank].train(steps_s)
         wait_s = draw(st.sampled_from([0.0, 2.0]))
@@ -125,7 +125,7 @@ def worlds(draw: st.DrawFn) -> tuple[int, list[tuple[Life, Work]]]:
 
 
 def test_steps_during_a_round_are_lost_if_the_replica_is_killed_after_its_contribution_was_counted() -> None:
-    times = [START_S + 10 * k + 4 for k in (1, 2, 3)]  # a round takes 4 of 10 seconds, beside the training
+    times = [START_S + 10 * k + 4 for k in (1, 2, 3)]  # a round takes 4 of 10 seconds, while training continues
     rounds = [
         a_round(k, t, train_s=10.0 if k else 14.0, late_s=0.0, busy_s=4.0, stale_steps=4) for k, t in enumerate(times)
     ]

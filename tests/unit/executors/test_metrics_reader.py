@@ -284,7 +284,7 @@ def test_an_attempt_that_saw_no_seal_has_the_clock_of_its_host() -> None:
     assert starts == pytest.approx([0.0, 5.0, 60.0, 7.0])
 
 
-def test_a_late_sight_of_a_seal_is_not_a_wrong_clock_if_others_contradict_it() -> None:
+def test_a_seal_that_was_seen_late_does_not_count_as_a_wrong_clock_if_other_seals_contradict_it() -> None:
     scene = Scene().claim(T0).claim(T0, rank=1, host="b")
     scene.segment(*saw(20.0, 30.0, 40.0)).segment(*saw(50.0, 55.0, verdict="carried"), *saw(40.0, first=2), rank=1)
     assert [span.started_s for span in scene.read().attempts] == [0.0, 0.0]
@@ -313,7 +313,7 @@ def test_at_a_bucket_each_object_is_asked_for_once_and_many_at_a_time(monkeypatc
     def counted(key: str, **part: Any) -> memoryview:
         asked.append(key)
         if "/metrics/" in key:
-            both.wait(30)  # a second read is running
+            both.wait(30)  # until a second read runs at the same time
         return get(key, **part)
 
     monkeypatch.setattr(scene.store, "get", counted)

@@ -24,7 +24,7 @@ from executors.module_search import (
     search_first,
 )
 
-ROOTS = ("torch", "numpy", "xxhash", "blake3", "boto3")  # for every extra
+ROOTS = ("torch", "numpy", "xxhash", "blake3", "boto3")  # the top packages of all extras
 OF_TORCH_ON_A_GPU = ("nvidia-", "cuda-", "triton", "setuptools")  # our code never imports these
 
 
@@ -101,7 +101,7 @@ def test_every_dependency_of_this_project_is_reserved() -> None:
             try:
                 metadata.version(needed)
             except metadata.PackageNotFoundError:
-                continue  # for another system
+                continue  # a package for another system
             names.add(needed)
             pending.append(needed)
     tops = {top for top, owners in metadata.packages_distributions().items() if {*owners} & names and top[0] != "_"}

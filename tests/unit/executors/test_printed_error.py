@@ -101,4 +101,6 @@ def test_a_process_that_a_signal_ended_is_named_and_no_sibling(code: str, expect
 def test_the_place_of_an_error_is_the_innermost_line_of_the_user() -> None:
     trace = CAUSE.replace("ValueError", '  File "/x/site-packages/torch/nn.py", line 99, in call\nValueError')
     assert place_in(trace) == "train.py:4"
+    assert place_in(trace.replace("/x/site-packages/torch/nn.py", "<string>")) == "train.py:4"
+    assert place_in('Traceback (most recent call last):\n  File "<string>", line 9\nValueError: x') == "<string>:9"
     assert place_in("Traceback (most recent call last):\nValueError: no luck") is None

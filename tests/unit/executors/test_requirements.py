@@ -60,7 +60,7 @@ print(json.dumps(sorted({{name.partition(".")[0] for name in set(sys.modules) - 
         package_name_of(found) for module in json.loads(done.stdout) for found in by_module.get(module, [])
     }
     brought_by_boto3 = {"botocore", "s3transfer", "jmespath", "urllib3", "python-dateutil", "six"}
-    optional = {"certifi", "tornado", "brotli"}  # looked for by botocore and tenacity, and missed by nobody
+    optional = {"certifi", "tornado", "brotli"}  # botocore and tenacity try to import these, and work without them
     known = {package_name_of(name) for name in OURS} | brought_by_boto3 | optional | {"serverless-replicas"}
     assert distributions <= known
     late = {
@@ -68,7 +68,7 @@ print(json.dumps(sorted({{name.partition(".")[0] for name in set(sys.modules) - 
         "cloudpickle",
         "tenacity",
         "boto3",
-    }  # of boto3, botocore is used
+    }  # a replica uses botocore, which boto3 brings
     assert "botocore" in distributions
     assert {package_name_of(name) for name in OURS} - late <= distributions
 

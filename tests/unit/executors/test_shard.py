@@ -360,8 +360,11 @@ def test_workers_of_a_loader_see_attributes_that_were_set_on_a_share(method: str
     )
     assert list(loader) == [(-1, -3), (-5, -7), (-9,)]
     del loader
-    gc.collect()  # its semaphores: the tracker, when it ends, unlinks those that are left, and their owner finds none
-    if method == "spawn":  # its tracker lives as long as this process, and the fixture takes it for left over
+    # Frees the loader's semaphores. The resource tracker unlinks those that are left when it ends, and later their
+    # owner would not find them.
+    gc.collect()
+    # The resource tracker of "spawn" lives as long as this process. A fixture would report it as left over.
+    if method == "spawn":
         cast(Any, resource_tracker)._resource_tracker._stop()
 
 

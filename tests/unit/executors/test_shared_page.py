@@ -91,7 +91,7 @@ def test_a_round_counts_as_kept_when_its_seal_took_this_attempts_work() -> None:
 
 def test_intervals_are_learned_by_section_and_sections_are_no_part_of_those_around(clock: Clock) -> None:
     page = SharedPage()
-    clock.now += 500  # imports
+    clock.now += 500  # the time of the imports
     for _ in range(6):
         page.progress()
         clock.now += 2

@@ -202,7 +202,7 @@ def test_a_controller_that_falls_silent_after_sbatch_starts_no_second_array(answ
 
 
 def test_slurm_is_checked_with_the_requested_time_limit(answer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half an hour, and what the jobs of a launch have beside it; or the half hour alone where there is no more."""
+    """Slurm is asked for half an hour plus the margin of a launch. If it refuses that, it is asked for half an hour."""
     monkeypatch.setattr(SlurmJobs, "_cluster", "here")
     refuses = f'echo "$*" >> {answer}/asked\ncase "$*" in *--time={"{}"}*) echo refused >&2; exit 1; esac\necho 184\n'
     for refused, tested, asked in (("none", ["45"], "45"), ("45", ["45", "30"], "30")):
@@ -248,7 +248,7 @@ def test_a_run_that_is_removed_leaves_no_log_in_its_log_dir(
     store, executor = store_at(tmp_path / "runs"), SlurmExecutor(log_dir=str(tmp_path / "logs"))
     spec = create_run(store, "otter", "job:main", {}, 1, backend="slurm")
     attempt = Attempt(store, "otter", 0)
-    for launched_at in (spec.launched_at, 1.0):  # and the jobs of an earlier run with the same id
+    for launched_at in (spec.launched_at, 1.0):  # the second is an earlier run with the same id
         executor.service.start_jobs([JobSpec(JobKey.of(attempt, launched_at), ("true",), (), {}, {})])
     attempt.record(attempt.new_outcome(ReplicaStatus.CANCELLED, "cancelled"))
     assert len([*(tmp_path / "logs" / "otter").iterdir()]) == 2

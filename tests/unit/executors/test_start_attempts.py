@@ -128,7 +128,7 @@ def test_a_start_that_is_interrupted_at_its_very_end_is_undone_as_a_whole() -> N
 
 
 def test_a_start_that_its_caller_repeats_ends_nothing() -> None:
-    """An attempt of the same number may be another process's."""
+    """An attempt with the same number may belong to another process."""
     assert started("start [2]", StoreError("gone"), undoes=False)[-2:] == ["start [2]", "lease.end"]
 
 

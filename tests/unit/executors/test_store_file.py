@@ -182,7 +182,7 @@ def test_a_store_whose_directory_was_moved_is_empty_and_bytes_that_were_read_sta
 def in_pieces(write: Callable[[Buffer], None]) -> bytes:
     piece = bytearray(b"one ")
     write(piece)
-    piece[:] = b"two "  # what was handed on is written, not remembered
+    piece[:] = b"two "  # the store must have written the first piece by now
     write(piece)
     return b"head"
 

@@ -79,7 +79,7 @@ def test_a_link_is_listed_replaced_and_deleted_as_a_link(store: Store, elsewhere
 def test_nothing_that_another_user_puts_in_the_way_of_a_write_stops_or_misleads_it(
     store: Store, elsewhere: Path, tmp_path: Path, what: str, has_anonymous_files: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is being written has no place of its own in the directory that could be taken first."""
+    """An unfinished object has no fixed name in the directory, so no other user can take that name first."""
     if not has_anonymous_files:
         monkeypatch.delattr(os, "O_TMPFILE")
     in_the_way = tmp_path / "store" / ".unfinished~"

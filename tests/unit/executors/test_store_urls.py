@@ -106,7 +106,7 @@ def test_a_text_that_is_not_a_url_is_refused_before_a_folder_is_made(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TypeError, match="The url of a rendezvous must be a string or a path, got"):
-        open_store(url)  # of a variable that is not set
+        open_store(url)  # such as the value of a variable that is not set
     assert list(tmp_path.iterdir()) == []
 
 

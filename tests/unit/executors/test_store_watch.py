@@ -40,7 +40,7 @@ def test_an_object_below_any_of_the_prefixes_ends_a_wait(store: Store, watch: Wa
     prefixes = ["run/a/", "run/b/", "run/c/"]
     start_watching(watch, *prefixes)
     for prefix in prefixes:
-        for verb, name in (("put", "new"), ("put", "new"), ("put_if_absent", "created")):  # the second replaces it
+        for verb, name in (("put", "new"), ("put", "new"), ("put_if_absent", "created")):  # the second one replaces
             writer = threading.Thread(target=getattr(store, verb), args=(f"{prefix}{name}", b"x"))
             writer.start()
             watch.wait(FAR_S, prefixes)
@@ -70,7 +70,7 @@ def test_a_wait_is_a_sleep_if_no_more_watches_are_available(
     start_watching(watch, "run/a/")
     monkeypatch.setattr(watch._inotify, "add_watch", none_left)
     store.put("run/a/new", b"x")
-    watch.wait(FAR_S, ["run/a/", "run/b/"])  # the folder that is watched ends it
+    watch.wait(FAR_S, ["run/a/", "run/b/"])  # the change in the watched folder ends the wait
     assert not slept[2:]
 
 

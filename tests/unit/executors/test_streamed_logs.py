@@ -74,7 +74,7 @@ def test_a_pause_within_the_log_of_a_job_that_has_ended_is_not_its_end(monkeypat
     goes_on = threading.Event()
     service = Service(20, lambda number: number != 10 or goes_on.wait(10))
 
-    def has_ended() -> bool:  # asked once nothing came
+    def has_ended() -> bool:  # called when no line has come for a while
         goes_on.set()
         return True
 

@@ -109,7 +109,7 @@ class Scene:
         spec = run_spec("run", "s3://bucket", "", self.n, tuple(range(self.n)))
         self.ranks = NoProcesses()
         self.supervisor = Supervisor(
-            spec, self.ranks, max_parallel=n, timeout_s=None, term_grace_s=5.0, launcher_pidfd=None
+            spec, self.ranks, max_parallel=n, timeout_s=None, term_grace_s=5.0, launcher_end=None
         )
         self.running = [Attempt(self.store, "run", rank) for rank in range(n)]
         for attempt in self.running:
@@ -188,7 +188,7 @@ def test_a_start_that_fails_ends_no_others_of_a_run_that_fails_fast(monkeypatch:
 
 
 def test_a_rank_that_no_signal_ends_has_an_outcome_anyway(monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
-    """Its main thread is in a call of a dead disk or driver, which SIGKILL does not interrupt."""
+    """The rank's main thread is in a call of a dead disk or driver, which SIGKILL does not interrupt."""
     scene = Scene(monkeypatch, pid, n=1)
     (running,) = scene.supervisor._running.values()
     scene.supervisor._running = {pid: running}

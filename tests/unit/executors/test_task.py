@@ -64,7 +64,7 @@ def test_a_module_without_readable_source_is_pickled_without_it(monkeypatch: pyt
     class Holder:
         client = Unconnected()
 
-    edited = "def main():\n    return [\n"  # since it was imported
+    edited = "def main():\n    return [\n"  # the file has changed since its import
     lines = edited.splitlines(keepends=True)
     monkeypatch.setitem(linecache.cache, "<edited>", (len(edited), None, lines, "<edited>"))
     named: dict[str, Any] = {"__name__": "__main__", "Holder": Holder}

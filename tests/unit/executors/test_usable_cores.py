@@ -1,4 +1,4 @@
-"""How many cores a process may use: by affinity, control groups, and what its service says."""
+"""How many cores a process may use: by affinity, control groups, and a variable that its service sets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from executors.process import _cpu_quotas, usable_cores
+from executors.process import cpu_quotas, usable_cores
 from executors.testing.helpers import environment
 
 QUOTA, PERIOD = "cpu.cfs_quota_us", "cpu.cfs_period_us"
@@ -43,7 +43,7 @@ def test_the_quotas_of_control_groups_are_found(
     write(tmp_path / "own", own + "\n")
     for name, text in files.items():
         write(tmp_path / "groups" / name, text)
-    assert _cpu_quotas(tmp_path / "groups", tmp_path / "own") == quotas
+    assert cpu_quotas(tmp_path / "groups", tmp_path / "own") == quotas
 
 
 def test_the_services_number_of_cores_counts_if_it_gives_one(monkeypatch: pytest.MonkeyPatch) -> None:

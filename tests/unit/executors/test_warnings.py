@@ -19,7 +19,7 @@ import pytest
 
 from executors.attempt import WARNED, Attempt, Beat
 from executors.attempt.outcome import MAX_FIRST, MAX_WARNINGS, encode_outcome, parse_outcome
-from executors.attempt.warning_record import MAX_CHARACTERS, KeptWarnings
+from executors.attempt.warning_record import MAX_CHARACTERS, RecordedWarnings
 from executors.errors import CorruptObjectError, ReplicasWarning, StoreError
 from executors.protocol import Outcome, ReplicaStatus, WarningCount
 from executors.replica import Replica
@@ -82,7 +82,7 @@ def test_a_text_is_kept_once_with_how_often_and_when_it_came(kept: Kept) -> None
         kept.log.add("the disk is full")
     kept.log.add("another")
     kept.log.write(is_last=True)
-    found = kept.attempt.find("warnings.json", KeptWarnings.parse)
+    found = kept.attempt.find("warnings.json", RecordedWarnings.parse)
     assert found is not None
     assert [(each.text, each.count, each.at, each.last_at) for each in found.warnings] == [
         ("the disk is full", 3, 1000.0, 1002.0),
@@ -103,7 +103,7 @@ def test_a_loop_that_warns_fills_neither_the_memory_nor_the_record(kept: Kept) -
     for number in range(5000):
         kept.log.add(f"\N{PILE OF POO}{number:04d}" * MAX_CHARACTERS, f"place {number}")
     kept.log.write(is_last=True)
-    found = kept.attempt.find("warnings.json", KeptWarnings.parse)
+    found = kept.attempt.find("warnings.json", RecordedWarnings.parse)
     assert found is not None
     assert len(found.warnings) == MAX_WARNINGS
     assert {len(each.text) for each in found.warnings[-10:]} == {MAX_CHARACTERS}
@@ -468,6 +468,10 @@ def test_a_line_counts_warnings_and_shows_the_first_with_all_ranks_that_share_it
     assert [(row["rank"], row["text"]) for row in document["warnings"]] == [(0, "b"), (1, "a."), (2, "a.")]
     one = [FoundWarning(text="rank 2 takes no snapshots: x", at=1.0, rank=2, attempt=0)]
     assert describe_warnings(one, 1, "r") == "1 warning: rank 2 takes no snapshots: x; replicas events r"
+    logged = [FoundWarning(text="Rank 2: 1 inner step is dropped", at=1.0, rank=2, attempt=1)]
+    assert describe_warnings(logged, 1, "r") == "1 warning: Rank 2: 1 inner step is dropped; replicas events r"
+    both = [FoundWarning(text="Rank 2: x", at=1.0, rank=2), FoundWarning(text="Rank 2: x", at=1.0, rank=21)]
+    assert describe_warnings(both, 2, "r") == "2 warnings, the first: ranks 2, 21: Rank 2: x; replicas events r"
     assert RunStatus("run", "local", [ReplicaState(0, 0, ReplicaStatus.RUNNING)]).to_json()["warnings"] == []
 
 
@@ -540,7 +544,7 @@ class TaskOf:
 @pytest.fixture
 def with_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trained_alone, "_made_optimizer", lambda: True)
-    monkeypatch.setattr(trained_alone, "sys", SimpleNamespace(modules={}))  # this file names the variable
+    monkeypatch.setattr(trained_alone, "sys", SimpleNamespace(modules={}))  # hides this file, which names REPLICA_RANK
 
 
 @pytest.mark.usefixtures("with_optimizer")

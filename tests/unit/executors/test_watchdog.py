@@ -380,7 +380,7 @@ def test_a_rank_that_has_raised_has_its_grace() -> None:
     watchdog = watchdog_of(page, "20s:60s")
     assert len(looked(watchdog, page, START + 22)) == 2
     page.hang_raised_at = START + 22
-    page.since = START + 22.1  # reports of its cleaning up change nothing
+    page.since = START + 22.1  # progress that the rank reports while it cleans up changes nothing
     assert [at for at, _ in looked(watchdog, page, START + 60)] == [pytest.approx(27, abs=1)]
 
 

@@ -219,7 +219,7 @@ def test_files_that_may_have_a_secret_are_not_packed_and_are_named(
     }
     for name, text in {**kept, **secret}.items():
         (root / name).write_text(text)
-    git(root, "add", "--all")  # also if git tracks the file, because it would be stored in a bucket
+    git(root, "add", "--all")  # a secret is left out even if git tracks it
     workspace = snapshot_workspace(root)
     assert set(kept) <= set(workspace.files)
     assert not set(secret) & set(workspace.files)
@@ -233,7 +233,7 @@ def test_files_that_may_have_a_secret_are_not_packed_and_are_named(
 
 def test_equal_files_give_an_equal_digest_wherever_and_whenever(root: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
-    for name in ("train.py", "pkg/mod.py"):  # made in another order, at another time, by another umask
+    for name in ("train.py", "pkg/mod.py"):  # in another order, at another time, with another umask
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_text((root / name).read_text())
         os.utime(copy / name, (1, 1))
@@ -286,11 +286,12 @@ def test_a_file_that_cannot_be_read_is_named(root: Path, monkeypatch: pytest.Mon
     }
     for name, value in settings.items():
         monkeypatch.setenv(f"GIT_{name}", value)
-    root = shutil.copytree(root, Path(tempfile.mkdtemp()) / "work")  # a new session of pytest closes its own to others
+    # Other users cannot enter the folders of pytest.
+    root = shutil.copytree(root, Path(tempfile.mkdtemp()) / "work")
     root.parent.chmod(0o755)
-    snapshot_workspace(root)  # all that is imported is
+    snapshot_workspace(root)  # before seteuid, so that all imports are done
     (root / locked).chmod(0)
-    if is_root := os.geteuid() == 0:  # who can read every file
+    if is_root := os.geteuid() == 0:  # root can read every file
         os.seteuid(NOBODY)
     try:
         with pytest.raises(EntrypointError, match=rf"cannot be packed.*Permission denied.*{locked}"):
@@ -362,7 +363,7 @@ def test_a_callable_that_replicas_could_not_import_is_refused(root: Path, monkey
             make_package(entrypoint, root=root)
     finally:
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules[__name__])  # as `__mp_main__` is in children of "spawn"
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules[__name__])  # children of "spawn" have such an alias
     make_package(a_function_of_another_folder, root=root)
 
 

@@ -24,7 +24,7 @@ PROJECT = "replicas"  # the project at the service, unless an environment variab
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tracked:
+class TrackedReplica:
     """The replica whose numbers are sent to a tracker."""
 
     run_id: str
@@ -53,8 +53,8 @@ class Tracked:
 class Tracker(Protocol):
     """The interface of a tracker, which sends numbers to a service.
 
-    Each replica makes one object with its `Tracked`, and calls it from one thread of its own. If the tracker raises an
-    error, the replica reports it once, and training continues.
+    Each replica makes one object with its `TrackedReplica`, and calls it from a separate thread. If the tracker raises
+    an error, the replica reports that once, and training continues.
     """
 
     def log(self, numbers: Mapping[str, float], step: int | None, at: float) -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from executors.view.report.trackers import PROJECT, Tracked
+from executors.view.report.trackers import PROJECT, TrackedReplica
 
 FORBIDDEN = re.compile(r"[^\w\-. :/]")  # characters that MLflow refuses in names of metrics and parameters
 MAX_NAME, MAX_VALUE = 250, 500
@@ -21,7 +21,7 @@ RUN, LAUNCHED, RANK = "replicas.run", "replicas.launched", "replicas.rank"
 class Tracker:
     """Sends numbers to one MLflow run per rank. A resumed rank finds its run again by tags."""
 
-    def __init__(self, tracked: Tracked) -> None:
+    def __init__(self, tracked: TrackedReplica) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 

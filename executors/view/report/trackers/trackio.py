@@ -9,13 +9,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from executors.view.report.trackers import PROJECT, Tracked
+from executors.view.report.trackers import PROJECT, TrackedReplica
 
 
 class Tracker:
     """Sends numbers to one trackio run per rank. A resumed rank continues its run."""
 
-    def __init__(self, tracked: Tracked) -> None:
+    def __init__(self, tracked: TrackedReplica) -> None:
         import trackio
 
         self._run = trackio.init(

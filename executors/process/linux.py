@@ -1,18 +1,6 @@
-"""Everything that differs between operating systems: processes, pipes, files without a name, cores and memory.
-
-Only this module calls functions that exist on one system alone, so a port to another system changes one file. On Linux
-the answers come from /proc. On macOS they come from `ps` and `sysctl`, and only a client is supported: it launches,
-watches and ends replicas on other machines. A supervisor of local processes needs Linux; see `CAN_SUPERVISE`.
-"""
+"""The facts that Linux reports of processes, mostly in /proc. `macos.py` has the same names."""
 
 from __future__ import annotations
-
-import sys
-
-if sys.platform == "win32":
-    # This check comes before the imports below, which do not exist on Windows. So the user gets a sentence instead of a
-    # traceback.
-    sys.exit("replicas runs on Linux and macOS. On Windows, use WSL 2.")
 
 import contextlib
 import ctypes
@@ -22,100 +10,74 @@ import itertools
 import math
 import os
 import re
-import resource
 import signal
-import socket
 import struct
+import sys
 import time
 import warnings
-from collections.abc import Collection, Iterator
-from functools import cache
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-_libc = ctypes.CDLL(None, use_errno=True)
+from executors.process.counters import Activity, not_here
+
+assert sys.platform == "linux"  # so that a check of types for another system leaves this file out
+
+SYSTEM = "Linux"
+"""The name of this system for messages."""
+CAN_SUPERVISE = True
+"""True if this system has all that a supervisor of local replicas needs."""
+CAN_FORK = True
+"""True if a process that has imported torch may fork."""
+ADOPTS_ORPHANS = True
+"""True if a process can become the parent of its orphaned descendants, so that their parents lead to them."""
+OPENS_FILES_OF_OTHERS = True
+"""True if `open_file_of` works, so that a supervisor opens the file of a rank's stacks when it needs the file."""
+LOCKS_NAME_HOLDERS = True
+"""True if `lock_holder` works, so that the holder of a lock is known without a note."""
+SHARES_PORTS = True
+"""True if a socket that never listens can keep a port for torch's store, which binds the same port and listens."""
+STACKS_SIGNAL: int = signal.SIGRTMIN + 5
+"""The signal at which a rank writes the stacks of its threads. No program uses it for something else."""
+HANG_SIGNAL: int = signal.SIGRTMIN + 6
+"""The signal at which a rank raises `HangError`."""
+NVIDIA_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+"""The file in which a driver for Linux has its version."""
 SAFE_THREADS = ("jemalloc_bg_thd",)  # a thread of pyarrow's jemalloc, which handles forks itself
 FORGET_S = 5.0
 PR_SET_PDEATHSIG = 1
-FIRST_PID_NAMESPACE = 0xEFFFFFFC  # the inode of the first pid namespace of a machine, in every kernel
 PR_SET_CHILD_SUBREAPER = 36
+FIRST_PID_NAMESPACE = 0xEFFFFFFC  # the inode of the first pid namespace of a machine, in every kernel
 FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
-MACOS_MAX_FILES = 10_240  # OPEN_MAX: `setrlimit` refuses more there, even if the hard limit is "unlimited"
-PS_LIMIT_S = 10.0
-IDENTITY = re.compile(r"(\S{1,300} \S{1,100} \S{1,100}) ([1-9][0-9]{0,9}) ([0-9]{1,19})", re.ASCII)
-"""The text of `identify_process`: a machine, as `this_machine` names it, a pid and a start time."""
-NVIDIA_DRIVER_FILE = Path("/proc/driver/nvidia/version")
-"""The file in which a driver for Linux has its version."""
-CAN_SUPERVISE = sys.platform == "linux"
-"""True if this system has all that a supervisor of replicas needs: pidfd, /proc and adopted orphans."""
-_NAMES = {"linux": "Linux", "darwin": "macOS"}
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
-def system_name() -> str:
-    """Return the name of this operating system for a message, as in "macOS"."""
-    return _NAMES.get(sys.platform, sys.platform)
+def name_this_boot() -> tuple[str, str]:
+    """Return texts that identify this boot of the machine and this pid namespace.
 
-
-@cache
-def this_machine() -> str:
-    """Return a text that identifies this boot of the machine and this pid namespace.
-
-    Within it, a pid names one process at a time.
+    Raises:
+        OSError: a sandbox does not show them.
     """
-    try:
-        if sys.platform == "linux":
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            space = os.readlink("/proc/self/ns/pid")
-        else:
-            boot = "".join(_output_of("sysctl", "-n", "kern.bootsessionuuid")[1].split()) or "unknown"
-            space = "one"  # macOS has no pid namespaces
-    except OSError:  # a sandbox that emulates /proc, or does not have these programs
-        boot = space = "unknown"
-    return f"{socket.gethostname()} {boot} {space}"
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
 
 
-def this_process() -> str:
-    """Return the name of this process for messages: its host and pid, as in `host:4711`."""
-    return f"{socket.gethostname()}:{os.getpid()}"
-
-
-def may_live(name: str) -> bool:
-    """Return False only if the named process is known to have ended, because it was on this host and its pid is not
-    in use.
+def most_open_files(most: int) -> int:
+    """Return the highest limit of open files that `setrlimit` takes.
 
     Args:
-        name: the name from `this_process`, as in `host:4711`. For any other text the answer is True.
+        most: the hard limit.
     """
-    host, _, pid = name.rpartition(":")
-    if host != socket.gethostname() or not pid.isdecimal():
-        return True
-    return start_time(int(pid)) is not None or _is_hidden(int(pid))
+    return most
 
 
-def identify_process() -> str:
-    """Return a text that identifies this process. A later process with the same pid has another text.
-
-    Example:
-        >>> has_ended(identify_process())
-        False
-    """
-    return f"{this_machine()} {os.getpid()} {start_time(os.getpid()) or 0}"
-
-
-def has_ended(identity: str) -> bool:
-    """Return True if a process is known to have ended. False: it is alive, or this machine cannot find out.
-
-    Args:
-        identity: as `identify_process` returned it, perhaps on another machine. It may come from a foreign record.
-
-    Example:
-        >>> has_ended("another-machine boot pid:[1] 17 4711")
-        False
-    """
-    if (found := IDENTITY.fullmatch(identity)) is None or found[1] != this_machine():
-        return False
-    # Without the boot's name, the same text may name a process of an earlier boot, or of another container.
-    return " unknown " not in found[1] and int(found[2]) < 2**31 and not is_alive(int(found[2]), int(found[3]))
+def fork() -> int:
+    """Fork, without the warning of Python 3.12 and later."""
+    if sys.version_info < (3, 12):
+        return os.fork()
+    with warnings.catch_warnings():
+        # Python warns if a library such as OpenBLAS has a thread. The zygote's threads are idle, so a fork is safe.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 def start_time(pid: int) -> int | None:
@@ -127,10 +89,6 @@ def start_time(pid: int) -> int | None:
     Args:
         pid: the process.
     """
-    if sys.platform != "linux":
-        with contextlib.suppress(OSError):  # a sandbox may forbid `ps`
-            return next((process.started for process in _listed("-p", str(pid))), None)
-        return None
     fields = _stat(pid)
     return None if fields is None else int(fields[19])
 
@@ -146,15 +104,13 @@ def is_alive(pid: int, started: int) -> bool:
         pid: the pid.
         started: the start time, from `start_time`.
     """
-    if sys.platform != "linux":
-        return _is_alive_by_ps(pid, started)
     with contextlib.suppress(PermissionError):
         if start_time(pid) == started:
             return True
-    return _is_hidden(pid)
+    return is_hidden(pid)
 
 
-def _is_hidden(pid: int) -> bool:
+def is_hidden(pid: int) -> bool:
     """Return True if the process exists and the system hides it from this user."""
     if os.access(f"/proc/{pid}/stat", os.R_OK):
         return False
@@ -163,88 +119,6 @@ def _is_hidden(pid: int) -> bool:
     except OSError as error:
         return isinstance(error, PermissionError)
     return False
-
-
-def _is_alive_by_ps(pid: int, started: int) -> bool:
-    # The cheap check comes first, because `ps` is a new process, and most processes that are asked about have ended.
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        if not isinstance(error, PermissionError):
-            return False
-    try:
-        found = [process.started for process in _listed("-p", str(pid))]
-    except OSError:  # a sandbox forbids `ps`: an existing process counts as the right one
-        return True
-    return bool(found) and started in (0, *found)  # 0: the start time could not be read when it was noted
-
-
-class _Listed(NamedTuple):
-    """One live process, as `ps` lists it."""
-
-    pid: int
-    parent: int
-    started: int
-
-
-def _listed(*which: str) -> list[_Listed]:
-    """List live processes by `ps` of BSD and macOS. Zombies are left out.
-
-    Args:
-        which: the processes, as arguments of `ps`: `-ax` for all, or `-p` and a pid.
-
-    Raises:
-        OSError: `ps` cannot be run here.
-    """
-    import calendar
-    from email.utils import parsedate  # reads the format of `ctime` in every locale; `time.strptime` does not
-
-    # Each column needs an option of its own, because `pid=,ppid=` would give the first column the heading ",ppid=".
-    columns = [part for name in ("pid=", "ppid=", "stat=", "lstart=") for part in ("-o", name)]
-    found = []
-    of_ps, text = _output_of("ps", *which, *columns)
-    for line in text.splitlines():
-        pid, parent, state, started = line.split(None, 3)
-        date = parsedate(started)
-        # `ps` lists itself, but it has ended by now. Without this check, a caller that kills all descendants would
-        # never finish.
-        if date is not None and not state.startswith("Z") and int(pid) != of_ps:
-            found.append(_Listed(int(pid), int(parent), calendar.timegm(date)))
-    return found
-
-
-def _output_of(*command: str) -> tuple[int, str]:
-    """Run a program of the system. Return its pid and its output, which is empty if the program failed.
-
-    Raises:
-        OSError: the program cannot be run, or does not end.
-    """
-    # Not at the top, because it imports `threading`, which the process that forks replicas must not import.
-    import subprocess
-
-    # The locale and the time zone are fixed, because the same process must always have the same start time.
-    environ = {**os.environ, "LC_ALL": "C", "TZ": "UTC"}
-    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
-    with subprocess.Popen(command, env=environ, stdin=nothing, stdout=pipe, stderr=nothing, text=True) as process:
-        try:
-            printed, _ = process.communicate(timeout=PS_LIMIT_S)
-        except subprocess.TimeoutExpired as error:
-            process.kill()
-            raise OSError(errno.ETIMEDOUT, f"{command[0]} did not answer in {PS_LIMIT_S:g} s") from error
-    return process.pid, printed if process.returncode == 0 else ""
-
-
-class Activity(NamedTuple):
-    """The activity of a live process, from the kernel: whether it is stopped, debugged or runnable, and its
-    processor time.
-    """
-
-    is_stopped: bool
-    is_traced: bool
-    """True if a debugger is attached to the process."""
-    cpu_s: float
-    is_runnable: bool = False
-    """True if the main thread of the process runs, or waits for a processor."""
 
 
 def activity(pid: int) -> Activity | None:
@@ -268,16 +142,6 @@ def activity(pid: int) -> Activity | None:
         cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
         is_runnable=fields[0] == "R",
     )
-
-
-def fork() -> int:
-    """Fork, without the warning of Python 3.12 and later."""
-    if sys.version_info < (3, 12):
-        return os.fork()
-    with warnings.catch_warnings():
-        # Python warns if a library such as OpenBLAS has a thread. The zygote's threads are idle, so a fork is safe.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
 
 
 def threads_lost_by_a_fork() -> list[str]:
@@ -314,55 +178,11 @@ def private_file(data: bytes = b"") -> int:
     Args:
         data: the content of the file. The descriptor is at its beginning. Default: empty.
     """
-    if sys.platform == "linux":
-        descriptor = os.memfd_create("replicas")
-    else:
-        import tempfile
-
-        with tempfile.TemporaryFile() as file:  # the signal number has no name on this system
-            descriptor = os.dup(file.fileno())
+    descriptor = os.memfd_create("replicas")
     with open(descriptor, "wb", closefd=False) as writer:
         writer.write(data)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
-
-
-def signal_name(number: int) -> str:
-    """Return the name of a signal, as in "SIGKILL".
-
-    Args:
-        number: the number of the signal.
-    """
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal, such as 40
-        return f"SIG{number}"
-
-
-class DescriptorReserve:
-    """Holds file descriptors in reserve, for the last work of a process that has reached its limit of open files.
-
-    Args:
-        n: the number of descriptors. Default 2: enough to read a log, and to write or send an object.
-    """
-
-    def __init__(self, n: int = 2) -> None:
-        self._held = [os.open(os.devnull, os.O_RDONLY) for _ in range(n)]
-
-    def release(self) -> None:
-        """Free the descriptors, and raise the limit of open files as far as the system allows."""
-        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if sys.platform == "darwin" and (most == resource.RLIM_INFINITY or most > MACOS_MAX_FILES):
-            most = max(limit, MACOS_MAX_FILES)
-        with contextlib.suppress(OSError, ValueError):  # some sandboxes refuse it
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        while self._held:
-            os.close(self._held.pop())
-
-
-def flush_c_streams() -> None:
-    """Flush the output of C code, which `os._exit` does not do."""
-    _libc.fflush(None)
 
 
 def become_subreaper() -> None:
@@ -371,7 +191,7 @@ def become_subreaper() -> None:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that forked this process ends."""
+    """Ask the kernel to kill this process when the thread that forked it ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -387,15 +207,16 @@ def children(pid: int) -> list[int]:
         return [-1]
 
 
-def descendants(root: int, spare: Collection[int] = ()) -> list[int]:
+def descendants(root: int, spare: Collection[int] = (), ended: Collection[int] = ()) -> list[int]:
     """List the pids of the live descendants of a process.
 
     Args:
         root: the process.
-        spare: the processes that are left out, with their descendants. Default: none.
+        spare: processes that are left out, with their descendants. Default: none.
+        ended: leaders of sessions that have just ended. Linux does not need them. Default: none.
     """
     children: dict[int, list[int]] = {}
-    for pid, parent in _parents():
+    for pid, parent in parents():
         children.setdefault(parent, []).append(pid)
     found: list[int] = []
     pending = [root]
@@ -407,12 +228,27 @@ def descendants(root: int, spare: Collection[int] = ()) -> list[int]:
     return found
 
 
-def _parents() -> Iterator[tuple[int, int]]:
+def own_children() -> list[int]:
+    """List the live children of this process, with the orphans that it has adopted."""
+    return [pid for pid, parent in parents() if parent == os.getpid()]
+
+
+def mark_child() -> dict[str, str]:
+    """Return variables by which the descendants of a new child are found. Linux needs none: parents lead to them."""
+    return {}
+
+
+def marked(marks: Mapping[str, str]) -> list[int]:
+    """List the live processes that have the variables of `mark_child`, or begin with their values. Linux has none.
+
+    Args:
+        marks: the variables.
+    """
+    return []
+
+
+def parents() -> Iterator[tuple[int, int]]:
     """Yield the pid of each live process with the pid of its parent."""
-    if sys.platform != "linux":
-        with contextlib.suppress(OSError):  # some sandboxes forbid `ps`; then no process is known
-            yield from ((process.pid, process.parent) for process in _listed("-ax"))
-        return
     for name in os.listdir("/proc"):
         if name.isdigit() and (fields := _stat(int(name))) is not None:
             yield int(name), int(fields[1])
@@ -430,34 +266,25 @@ def path_of_descriptor(descriptor: int) -> str:
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-def ask_children_to_end(limit_s: float, but_group: int | None = None) -> None:
-    """Send SIGTERM once to each child of this process, and wait until all have ended.
+def make_lifeline() -> tuple[int, int]:
+    """Return the two ends of a pipe that shows the end of this process to another one. Linux needs none: (-1, -1)."""
+    return -1, -1
 
-    If this process is a subreaper, an orphan that becomes its child also gets SIGTERM. Children that ignore SIGTERM are
-    not waited for. The resource tracker of `multiprocessing` is such a child.
+
+def watch_process(pid: int, lifeline: int) -> int:
+    """Return a descriptor that `poll` reports as readable when a process has ended.
 
     Args:
-        limit_s: the longest wait in seconds.
-        but_group: a process group whose processes have got SIGTERM already, and get no second one. Default: none.
+        pid: the process.
+        lifeline: the reading end of a pipe that only this process writes to. Linux does not need it.
+
+    Raises:
+        OSError: there is no such process.
     """
-    deadline = time.monotonic() + limit_s
-    asked: set[int] = set()
-    pause_s = 0.001
-    while time.monotonic() < deadline:
-        living = [pid for pid, parent in _parents() if parent == os.getpid()]
-        for pid in living:
-            if pid not in asked:
-                asked.add(pid)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    if but_group is None or os.getpgid(pid) != but_group:
-                        os.kill(pid, signal.SIGTERM)
-        if all(_ignores(pid, signal.SIGTERM) for pid in living):
-            return
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 2, 0.05)
+    return open_process(pid)
 
 
-def _ignores(pid: int, number: signal.Signals) -> bool:
+def ignores(pid: int, number: signal.Signals) -> bool:
     """Return True if a process ignores a signal, or has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
@@ -467,48 +294,12 @@ def _ignores(pid: int, number: signal.Signals) -> bool:
     return bool(ignored >> (number - 1) & 1)
 
 
-def kill_descendants(root: int, spare: Collection[int] = (), limit_s: float = 5.0) -> list[int]:
-    """Kill all descendants of a process, and repeat that until none is left.
-
-    One pass is not enough, because the children of a killed process become children of another process of the tree.
-
-    Args:
-        root: the process, which is not killed itself.
-        spare: processes that are not killed, with their descendants. Default: none.
-        limit_s: the longest time in seconds. Default 5.
-
-    Returns: the pids of processes that still live, such as a process that is stuck in the kernel.
-    """
-    deadline = time.monotonic() + limit_s
-    pause_s = 0.0005
-    while left := descendants(root, spare):
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > deadline:
-            return left
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 2, 0.05)
-    return []
+def cores() -> int:
+    """Return the number of cores that this process may use by its affinity."""
+    return len(os.sched_getaffinity(0))
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process may use, from affinity, control groups and the variable
-    CPU_CORES.
-    """
-    limits = [float(_cores()), *_cpu_quotas()]
-    with contextlib.suppress(ValueError):
-        limits.append(float(os.environ.get("CPU_CORES", "")))  # Hugging Face Jobs set this variable
-    return max(1, int(min(limit for limit in limits if limit > 0)))
-
-
-def _cores() -> int:
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # macOS has no affinity of processes
-
-
-def _cpu_quotas(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[float]:
+def cpu_quotas(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[float]:
     """Return the processor quotas, in cores, of this process's control groups and of their parent groups."""
     return [quota for folder in _groups("cpu", root, own) for quota in _cpu_quota(folder)]
 
@@ -526,13 +317,12 @@ def _groups_by_mount(controller: str, root: Path, own: Path) -> Iterator[list[Pa
             if controllers and controller not in controllers.split(","):
                 continue
             for mount in (root, root / "unified") if not controllers else (root / controllers, root / controller):
-                # the parent folder does not exist if the container sees only its own group
-                group_here = mount / group.strip("/")
+                group_here = mount / group.strip("/")  # does not exist if the container sees only its own group
                 yield [folder for folder in (group_here, *group_here.parents) if folder.is_relative_to(mount)]
 
 
 def _cpu_quota(group: Path) -> list[float]:
-    with contextlib.suppress(OSError, ValueError):  # the file is missing, or has the text "max"
+    with contextlib.suppress(OSError, ValueError):  # not there, or "max"
         if (group / "cpu.max").exists():
             quota, period = map(int, (group / "cpu.max").read_text().split())
         else:
@@ -626,25 +416,12 @@ def be_killed_first(by: int = 500) -> None:
         file.write_text(str(min(1000, int(file.read_text()) + by)))
 
 
-def wakeup_pipe() -> tuple[int, int]:
-    """Return the two ends of a new pipe for `signal.set_wakeup_fd`. Neither end blocks.
-
-    Programs that this process starts do not inherit them. `os.pipe2` would do the same, and macOS lacks it.
-    """
-    ends = os.pipe()
-    for end in ends:
-        os.set_blocking(end, False)
-    return ends
-
-
 def open_process(pid: int) -> int:
     """Return a descriptor of a process, which `poll` reports as readable when the process has ended.
 
     Raises:
         OSError: there is no such process, or this system has no such descriptors.
     """
-    if sys.platform != "linux":
-        raise _not_here("pidfd_open")
     return os.pidfd_open(pid)
 
 
@@ -654,8 +431,6 @@ def signal_open_process(descriptor: int, number: signal.Signals) -> None:
     Raises:
         OSError: the process has ended, or is another user's.
     """
-    if sys.platform != "linux":
-        raise _not_here("pidfd_send_signal")
     signal.pidfd_send_signal(descriptor, number)
 
 
@@ -670,12 +445,9 @@ def lock_holder(descriptor: int, byte: int) -> int | None:
     Raises:
         OSError: the file system has no such locks, or this system cannot report their holder.
     """
-    if sys.platform != "linux":
-        raise _not_here("F_GETLK")
     asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
     kind, _, _, _, pid = struct.unpack(FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
-    # the pid is negative if the process is on another machine
-    return pid if kind != fcntl.F_UNLCK and pid > 0 else None
+    return pid if kind != fcntl.F_UNLCK and pid > 0 else None  # negative for another machine
 
 
 def memory_file(name: str) -> int:
@@ -687,8 +459,6 @@ def memory_file(name: str) -> int:
     Raises:
         OSError: this system, or a sandbox, has no such files.
     """
-    if sys.platform != "linux":
-        raise _not_here("memfd_create")
     return os.memfd_create(name)
 
 
@@ -719,9 +489,9 @@ def open_unnamed(folder: str, mode: int) -> tuple[int, str]:
     Raises:
         OSError: the file system or this system has no such files (EOPNOTSUPP, EISDIR, EINVAL or ENOENT).
     """
-    unnamed: int | None = getattr(os, "O_TMPFILE", None)
+    unnamed: int | None = getattr(os, "O_TMPFILE", None)  # a Python may be built for an old kernel
     if unnamed is None:
-        raise _not_here("O_TMPFILE", errno.EOPNOTSUPP)
+        raise not_here(SYSTEM, "O_TMPFILE", errno.EOPNOTSUPP)
     descriptor = os.open(folder, unnamed | os.O_WRONLY | os.O_CLOEXEC, mode)
     return descriptor, f"/proc/self/fd/{descriptor}"
 
@@ -730,10 +500,8 @@ def open_inotify() -> Any:
     """Return an `inotify_simple.INotify`, with which the kernel reports changes in folders.
 
     Raises:
-        OSError: this user has reached the limit of such objects, the package is missing, or this system has no inotify.
+        OSError: this user has no more of them, the package is missing, or this system has none.
     """
-    if sys.platform != "linux":
-        raise _not_here("inotify")
     try:
         from inotify_simple import INotify
     except ImportError as error:
@@ -756,8 +524,6 @@ def memory_in_use() -> int:
     Raises:
         OSError: a sandbox does not show it.
     """
-    if sys.platform != "linux":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS reports bytes
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -774,7 +540,7 @@ def own_threads() -> set[int]:
 
 
 def thread_names() -> list[str]:
-    """List the names of this process's threads, including native threads that Python does not know.
+    """List the names of this process's threads, including threads that Python does not know.
 
     Raises:
         OSError: the system does not show them.
@@ -784,6 +550,33 @@ def thread_names() -> list[str]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             found.append(Path(f"/proc/self/task/{thread}/comm").read_text().strip())
     return found
+
+
+def openable_file(data: bytes) -> int:
+    """Return a descriptor of a new file that other processes open by its `path_of_descriptor`.
+
+    Args:
+        data: the content of the file.
+    """
+    return private_file(data)
+
+
+def remove_openable(descriptor: int) -> None:
+    """Remove the name of an `openable_file`. On Linux it has none.
+
+    Args:
+        descriptor: the file.
+    """
+
+
+def close_shared_file(descriptor: int, path: str) -> None:
+    """Close a `shared_file` that all processes have mapped.
+
+    Args:
+        descriptor: the descriptor of the file.
+        path: the path of the file.
+    """
+    os.close(descriptor)
 
 
 def shared_file(size_bytes: int) -> tuple[int, str]:
@@ -797,11 +590,14 @@ def shared_file(size_bytes: int) -> tuple[int, str]:
     Raises:
         OSError: the system has no such files, or too little memory.
     """
-    if sys.platform != "linux":
-        raise _not_here("memfd_create")
     descriptor = os.memfd_create("replicas")
     os.ftruncate(descriptor, size_bytes)
     return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def gpu_of_system() -> str | None:
+    """Return the name of a GPU that belongs to the system itself. Linux has none: `nvidia-smi` lists its GPUs."""
+    return None
 
 
 def open_paths() -> list[str]:
@@ -817,14 +613,10 @@ def open_paths() -> list[str]:
     return found
 
 
-def _not_here(call: str, number: int = errno.ENOSYS) -> OSError:
-    return OSError(number, f"{system_name()} has no {call}")
-
-
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/<pid>/stat of a live process, beginning with the state.
+    """Return the fields of /proc/<pid>/stat from the state on, for a live process.
 
-    The name of the process, which comes before the state, may contain any characters.
+    The name before them may contain anything.
     """
     try:
         # Faster than Path.read_bytes: a quarter of the time.
@@ -839,8 +631,6 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _prctl(option: int, value: int) -> None:
-    if sys.platform != "linux":
-        raise _not_here("prctl")
     if _libc.prctl(option, value, 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

@@ -1,0 +1,60 @@
+"""Tests of local replicas run once more under the emulation of macOS: the same promises hold on a laptop.
+
+The tests themselves run inside the emulation. `UNLIKE` has those that are about means of Linux, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.as_mac import as_mac, environment_as_mac, why_not
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+TESTS = Path(__file__).parents[1]
+SUITES = (
+    "contract/test_executor_contract_local.py",
+    "local/test_chaos_kills.py",
+    "local/test_commands.py",
+    "local/test_dead_launchers.py",
+    "local/test_fail_fast.py",
+    "local/test_hangs.py",
+    "local/test_local_endings.py",
+    "local/test_local_launcher.py",
+    "local/test_local_logs.py",
+    "local/test_local_run.py",
+    "local/test_members.py",
+    "local/test_restarts.py",
+    "local/test_same_process.py",
+)
+"""Contract, chaos, cancels, time limits, hangs with stacks, logs, restarts, and what a replica leaves behind."""
+UNLIKE: dict[str, str] = {}
+"""Tests that cannot hold on macOS, by the suite and the name, each with the reason."""
+LIMIT_S = 3000
+
+
+@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.parametrize("suite", SUITES)
+def test_local_replicas_keep_their_promises_as_on_macos(suite: str, tmp_path: Path) -> None:
+    left_out = [part for name in UNLIKE if name.startswith(suite) for part in ("--deselect", f"tests/{name}")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not live", *left_out]
+    environ = environment_as_mac(os.environ, tmp_path / "proc")
+    done = subprocess.run(
+        as_mac([*command, f"tests/{suite}"]),
+        cwd=TESTS.parent,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-20_000:]}\n{done.stderr[-2000:]}"
+
+
+def test_each_suite_exists_and_each_exception_is_in_one_of_them() -> None:
+    assert [suite for suite in SUITES if not (TESTS / suite).is_file()] == []
+    assert [name for name in UNLIKE if name.partition("::")[0] not in SUITES] == []
