@@ -1,5 +1,6 @@
-"""Wires: the cost of encoding for a sender (W3), the cost of decoding for a reducer (W4), the bytes of a round (W5), and
-the speed of the sparse wire (W11).
+"""Wires: the cost of encoding for a sender (W3), the cost of decoding for a reducer (W4), the bytes of a round (W5).
+
+W11 is the speed of the sparse wire.
 """
 
 from __future__ import annotations

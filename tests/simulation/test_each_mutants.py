@@ -41,7 +41,7 @@ ROTTING = {"faults": Faults(rots=0.02), "copies": 0.0, "joiners": 0}
 
 @pytest.mark.parametrize("changes", [{}, ROTTING], ids=["any faults", "damaged objects"])
 def test_replicas_that_compute_each_mean_themselves_keep_every_invariant(changes: dict[str, Any]) -> None:
-    assert not first_violation(120, **changes)
+    assert not first_violation(40, **changes)
 
 
 def trust_the_own_mean(decide: Callable[..., Any], self: Reducer, entry: EntryState, seal: Seal, stored: Any) -> Any:

@@ -304,6 +304,7 @@ class Run:
             first, end = shard * n_blocks // max(1, n_shards), (shard + 1) * n_blocks // max(1, n_shards)
             used = weights
             is_stored = self.contract["mean_wire"] != "each"
+            self.scaled_down: set[int] = set()
             if n_shards:
                 stored = self._get(f"r{entry}/mean/{shard}")
                 head = self._frame(f"r{entry}/mean/{shard}").head
@@ -316,15 +317,14 @@ class Run:
             assert wire == self.contract["mean_wire"]
             if not is_stored:
                 assert not payload
-                self.scaled_down = set()
                 computed = list(self._means(entry, seal.head, used, first, end))
                 assert head["blocks"] == "".join(self._proof.digest(values.tobytes()) for values in computed)
+                assert head.get("clipped", []) == sorted(self.scaled_down)
                 mean += computed
                 continue
             part = self._cut(payload, wire, n, first, end)
             if n_shards:
                 assert head["blocks"] == "".join(map(self._proof.digest, part.blocks))
-            self.scaled_down: set[int] = set()
             assert part.blocks == [encoded(wire, values) for values in self._means(entry, seal.head, used, first, end)]
             assert head.get("clipped", []) == sorted(self.scaled_down)
             mean += [decoded(wire, block, n) for block, n in zip(part.blocks, part.sizes, strict=True)]

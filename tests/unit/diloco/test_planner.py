@@ -192,7 +192,8 @@ def test_a_round_without_stored_means_moves_contributions_alone() -> None:
     job = Workload(params=10**8, n=4, step_s=1.0, link=Link(up=1e6, down=1e6, latency_s=0.05))
     cost = round_cost(job, Choice(inner_steps=20, wire="top8", mean_wire="each"))
     sent = 10**8 * 388 / 4096
-    assert (cost.up, cost.down) == (pytest.approx(sent), pytest.approx(3 * sent))
+    assert cost.up == pytest.approx(sent)
+    assert cost.down == pytest.approx(3 * sent)
     dense = round_cost(job, Choice(inner_steps=20, wire="fp32"))
     assert cost.up + cost.down < 0.036 * (dense.up + dense.down)
 
