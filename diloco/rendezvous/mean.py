@@ -129,7 +129,8 @@ class Reducer:
         payload: memoryview | None = None
         try:
             if not entry.layout.stores_mean:
-                head, payload = entry.computed or self._compute(entry, seal, shard)
+                self._read_own_from_store(entry)
+                head, payload = entry.computed = entry.computed or self._compute(entry, seal, shard)
             elif self._store.maps and self._memory_of_mine(entry, seal, shard) is None:
                 head = self._stream(entry, seal, shard)
             else:
@@ -194,9 +195,21 @@ class Reducer:
         """
         if entry.computed is None and 0 not in entry.means:
             began = self._context.clock()
+            if owners(entry.index, seal.owners, 0)[0] == self._me.rank:
+                self._read_own_from_store(entry)
             with suppress(InputGoneError):
                 entry.computed = self._compute(entry, seal, 0)
             entry.reduce_s += self._context.clock() - began
+
+    def _read_own_from_store(self, entry: EntryState) -> None:
+        """Let this replica read its own contribution from the store, because its head decides for all replicas.
+
+        The contribution in its memory is intact. If the stored one is damaged, all other replicas need a mean without
+        it.
+        """
+        if 0 not in entry.overwritten:
+            entry.overwritten.add(0)
+            entry.computed = None
 
     def _compute_as_decided(self, entry: EntryState, seal: Seal, stored: MeanHead) -> memoryview | None:
         """Return a mean that is not stored, with the contributions that its stored head counts.

@@ -19,7 +19,8 @@ from diloco.wires import DEFAULT_MEAN_WIRE, FP32, MEAN_WIRES, WIRES
 from diloco.wires.wire import BLOCK_ELEMENTS, PIECE, Floats, NotFiniteError, Wire, square_of
 
 SIZES = (1, 127, 128, 129, 255, 256, 257, 8191, 8192, 8193, BLOCK_ELEMENTS, BLOCK_ELEMENTS + 77)
-LOSSY = [wire for wire in MEAN_WIRES.values() if not wire.is_exact]
+DENSE = {name: wire for name, wire in WIRES.items() if not wire.is_sparse}
+LOSSY = [wire for wire in DENSE.values() if not wire.is_exact]
 
 
 # -- the reference: one value after the other --------------------------------------------------------------------------
@@ -52,7 +53,7 @@ def reference(name: str, of: Floats) -> bytes:
     return head
 
 
-@pytest.mark.parametrize("name", MEAN_WIRES)
+@pytest.mark.parametrize("name", DENSE)
 def test_a_block_has_the_bytes_of_its_description(name: str) -> None:
     for n in SIZES[:10]:
         assert encoded(WIRES[name], values(n)) == reference(name, values(n)), n
@@ -60,7 +61,7 @@ def test_a_block_has_the_bytes_of_its_description(name: str) -> None:
 
 def test_some_bytes_for_people() -> None:
     of = np.array([1.0, -0.5, 0.25, 0.0, 127 / 128], np.float32)
-    bytes_of = {name: encoded(wire, of).hex(" ", 4 if name == "fp32" else 1) for name, wire in MEAN_WIRES.items()}
+    bytes_of = {name: encoded(wire, of).hex(" ", 4 if name == "fp32" else 1) for name, wire in DENSE.items()}
     assert bytes_of == {
         "fp32": "0000803f 000000bf 0000803e 00000000 00007e3f",
         "bf16": "80 3f 00 bf 80 3e 00 00 7e 3f",
@@ -78,7 +79,7 @@ GOLDEN = {
 """Eight digits of the digest of the encoded bytes, for each size."""
 
 
-@pytest.mark.parametrize("name", MEAN_WIRES)
+@pytest.mark.parametrize("name", DENSE)
 def test_bytes_never_change(name: str) -> None:
     found = "".join(xxh3_64_hexdigest(encoded(WIRES[name], values(n)))[:8] for n in SIZES)
     assert found == GOLDEN[name]
@@ -97,7 +98,7 @@ arrays: Any = st.builds(
 @given(arrays)
 def test_decoded_values_are_close_and_encode_to_the_same_bytes(of: Floats) -> None:
     steps = {"fp32": 0.0, "bf16": 2.0**-8, "int8": 0.5 / 127, "int4": 0.5 / 7}
-    for name, wire in MEAN_WIRES.items():
+    for name, wire in DENSE.items():
         block = encoded(wire, of)
         assert len(block) == wire.size(len(of))
         got = decoded(wire, block, len(of))
@@ -113,7 +114,7 @@ def test_decoded_values_are_close_and_encode_to_the_same_bytes(of: Floats) -> No
 @given(arrays, st.floats(0.01, 1.0), st.integers(0, 2**32))
 def test_accumulated_values_are_the_decoded_values_with_weighted_scales(of: Floats, share: float, seed: int) -> None:
     weight, before = np.float32(share), np.random.default_rng(seed).normal(size=len(of)).astype(np.float32)
-    for wire in MEAN_WIRES.values():
+    for wire in DENSE.values():
         block = memoryview(encoded(wire, of))
         acc, product = before.copy(), np.empty_like(before)
         wire.accumulate(block, len(of), 0, weight, acc, product, first=False)
