@@ -30,7 +30,7 @@ CAN_SUPERVISE = True
 CAN_FORK = True
 """True if a process that has imported torch may fork."""
 ADOPTS_ORPHANS = True
-"""True if a process can become the parent of its orphaned descendants, so that their parents lead to them."""
+"""True if a process can become the parent of its orphaned descendants, which are then found by their parents."""
 OPENS_FILES_OF_OTHERS = True
 """True if `open_file_of` works, so that a supervisor opens the file of a rank's stacks when it needs the file."""
 LOCKS_NAME_HOLDERS = True
@@ -489,7 +489,7 @@ def open_unnamed(folder: str, mode: int) -> tuple[int, str]:
     Raises:
         OSError: the file system or this system has no such files (EOPNOTSUPP, EISDIR, EINVAL or ENOENT).
     """
-    unnamed: int | None = getattr(os, "O_TMPFILE", None)  # a Python may be built for an old kernel
+    unnamed: int | None = getattr(os, "O_TMPFILE", None)  # a Python that was built for an old kernel lacks it
     if unnamed is None:
         raise not_here(SYSTEM, "O_TMPFILE", errno.EOPNOTSUPP)
     descriptor = os.open(folder, unnamed | os.O_WRONLY | os.O_CLOEXEC, mode)

@@ -32,7 +32,7 @@ CAN_SUPERVISE = find_spec("psutil") is not None
 CAN_FORK = False
 """True if a process that has imported torch may fork. Accelerate, Objective-C and dispatch queues do not survive it."""
 ADOPTS_ORPHANS = False
-"""True if a process can become the parent of its orphaned descendants, so that their parents lead to them."""
+"""True if a process can become the parent of its orphaned descendants, which are then found by their parents."""
 OPENS_FILES_OF_OTHERS = False
 """True if `open_file_of` works, so that a supervisor opens the file of a rank's stacks when it needs the file."""
 LOCKS_NAME_HOLDERS = False

@@ -63,7 +63,7 @@ def test_a_launch_imports_the_users_modules_and_none_that_has_the_name_of_anothe
     assert done.returncode == 0, (done.stdout, done.stderr)
     assert done.stdout.count('"of the user"') == 4
     for name in ("logging", "random"):
-        told = f"job.py imports {name!r}. In a replica that is Python's own module, and not your {name}.py"
+        told = f"job.py imports {name!r}. In a replica, that is Python's own module, and not your {name}.py"
         assert (told in done.stderr) == (name == "logging"), "the first is enough"
 
 

@@ -137,7 +137,7 @@ def test_the_price_is_printed_before_the_launch_and_limits_the_time(hf: HubServe
         True,
     )
     told = here.replicas("launch", "job.py:main", "--n", 2, "--max-cost", "1")
-    assert (told.code, "Backend 'local' has no prices" in told.stderr) == (2, True)
+    assert (told.code, "Backend 'local' has no price for these replicas" in told.stderr) == (2, True)
     assert hf.count("create") == 0
     told = here.replicas("launch", "job.py:main", "--backend", "hf", "--n", 2, "--detach", "--timeout", "1h")
     assert "replicas: $0.02 per hour, $0.02 until the time limit\n" in told.stderr

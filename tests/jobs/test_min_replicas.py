@@ -180,7 +180,7 @@ def test_a_time_to_wait_for_the_rest_is_refused_where_all_are_needed(machines: M
         start(2, gather_s=5)
     run = start(1)
     run.cancel()
-    with pytest.raises(ValueError, match=r"launched without min_replicas, so gather_s= \(--gather\) says nothing"):
+    with pytest.raises(ValueError, match=r"launched without min_replicas, so gather_s= \(--gather\) has no effect"):
         resume(run, gather_s=5)
 
 

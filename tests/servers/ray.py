@@ -26,7 +26,7 @@ from executors.process import descendants, die_with_parent
 from servers.s3.radosgw import free_port
 
 PROGRAM = Path(os.environ.get("REPLICAS_RAY") or Path(__file__).parents[2] / ".venv-ray/bin/ray")
-START_LIMIT_S = 300  # it takes 10 s on an idle machine
+START_LIMIT_S = 300  # a start takes 10 s on an idle machine
 STOP_LIMIT_S = 10.0
 LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by the machine's public address
 N_CPUS = 16  # the same number of replicas runs at the same time on every machine

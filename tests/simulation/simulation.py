@@ -220,7 +220,7 @@ class Simulation(Invariants):
             if scenario.is_phased:
                 self._check_waits(process, adopted, began_s, was_out, was_named)
             process.is_new = was_out or (process.is_new and not adopted)
-        process.left_out_of_phase = side.phase.is_out_of_phase  # its early contribution may be counted after it left
+        process.left_out_of_phase = side.phase.is_out_of_phase  # a seal may count its early contribution later
         side.leave()
         process.left_at, process.has_made_all = side.position, side.position >= entries
 

@@ -102,7 +102,7 @@ def test_a_death_between_seal_and_outer_step_delays_no_other_replica(
     simulation.run()
     assert sum(state.done >= 4 for state in simulation.states) >= 2
     if all_leave_outcomes:
-        assert simulation.world.now < 30 + 70  # a restart begins within 60 s; no replica also waits for a grace of 30 s
+        assert simulation.world.now < 30 + 70  # a restart within 60 s, and no grace of 30 s after it
 
 
 def test_all_replicas_die_between_seal_and_mean_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_a_damaged_mean_without_inputs_is_jumped_over_to_the_next_snapshot(monke
     simulation.run()
     assert rotten
     assert sorted(simulation.clean) == [0, 1, 2]
-    assert simulation.states[2].done < 12  # it has passed entries by loading a snapshot
+    assert simulation.states[2].done < 12  # rank 2 has skipped entries by loading a snapshot
 
 
 # -- nothing goes wrong ------------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ class Machines:
             self.end(made, "timeout")
 
     def start_again(self, made: FakeJob) -> None:
-        """Start a job that has ended once more, as Slurm requeues a job. The reason of the first end is then lost."""
+        """Start an ended job again, as Slurm requeues a job. The reason of the first end is then lost."""
         with self.lock:
             made.has_ended, made.reason, made.message = False, None, ""
             self._run(made)

@@ -111,7 +111,7 @@ def trainer(
     folder: Path, store: Any, options: Mapping[str, Any] = NONE, *, dies_at: int | None = None,
     notice_at: int | None = None, data: Any = ITEMS, **more: Any,
 ) -> Any:  # fmt: skip
-    met = {} if store is None else place(store)  # otherwise in the folder of its replica
+    met = {} if store is None else place(store)  # without a store, its replica names one
     ours = DiLoCoCallback(inner_steps=INNER, outer_lr=1.0, outer_momentum=0.0, **met, **options)
     made = transformers.Trainer(
         Model(), arguments(folder, **more), train_dataset=data, eval_dataset=ITEMS[:4], callbacks=[ours]

@@ -243,7 +243,7 @@ ODD_ARTIFACTS = [
     "red\x1b[31m",
     "two\nlines",
     "right\u202eto-left",
-    "taken",  # also "taken/below": both cannot be files
+    "taken",  # there is also "taken/below": both cannot be files
     "z" * 300,
 ]
 

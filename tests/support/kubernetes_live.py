@@ -72,7 +72,7 @@ class LiveCluster:
         eventually(is_gone, "the evicted pod is gone", within_s=PATIENCE_S)
 
     def lose_reply(self) -> Callable[[], int]:
-        """Let the server create the next Job, and the connection break before its answer.
+        """Let the server create the next Job, and then break the connection before the answer.
 
         Returns: a function that counts the replicas of the Jobs that were created since.
         """

@@ -210,7 +210,7 @@ def calm() -> Subject:
 
 
 def with_kills() -> Subject:
-    """Rank 1 is killed twice and resumed, rank 3 is slow."""
+    """Rank 1 is killed twice and resumed, and rank 3 is slow."""
     return made_up(
         Scene(rounds=80, slow={3: 1.25}, killed={1: (20, 50)}),
         "proud-tern-78ae",

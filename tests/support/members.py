@@ -29,7 +29,7 @@ Body = Callable[[int, int], Any]
 
 
 def run_members(folder: Path, sizes: Sequence[int], body: Body, *, attempt: int = 0) -> dict[tuple[int, int], Any]:
-    """Return what a function returned in each process, by rank and member. An error becomes its text.
+    """Return the results of a function in all processes, by rank and member. An error becomes its text.
 
     Args:
         folder: a folder for the store and the results.

@@ -117,7 +117,7 @@ def _pattern_of_part(part: str) -> str:
 
 
 def is_as_expected(printed: str, expected: str) -> bool:
-    """Return True if what was printed is the expected output."""
+    """Return True if the printed text is the expected output."""
     return re.fullmatch(pattern_of(expected), printed.rstrip("\n") + "\n") is not None
 
 

@@ -22,7 +22,7 @@ STARTS_WITHIN_S = 100.0  # importing transformers takes long if all cores are bu
 def calm_and_killed(
     entrypoint: str | Callable[..., Any], args: Mapping[str, Any], *, round: int
 ) -> tuple[list[Any], list[Any]]:
-    """Return the results of two replicas, and of two of which one was killed before a round and came back.
+    """Return the results of a run of two replicas without a kill, and of a run in which one is killed and comes back.
 
     The other replica waits while the killed one is absent. Otherwise it would finish first.
     """

@@ -136,7 +136,7 @@ class Shuffled(nn.Linear):
 
 
 @pytest.mark.parametrize("n", [8, 512])
-@pytest.mark.filterwarnings("ignore:Each replica keeps its own float buffers")  # they are equal at the beginning
+@pytest.mark.filterwarnings("ignore:Each replica keeps its own float buffers")  # the buffers are equal at the beginning
 def test_a_permutation_in_a_buffer_that_differs_is_reported(n: int, caplog: pytest.LogCaptureFixture) -> None:
     for seeds in ((1, 1), (1, 2)):
 

@@ -68,7 +68,7 @@ class Late:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     next_process()
-    monkeypatch.setattr(Phase, "has_one_step", property(lambda _: False))  # otherwise it would wait for each seal
+    monkeypatch.setattr(Phase, "has_one_step", property(lambda _: False))  # otherwise it waits for seals
     replicas = Late()
     yield replicas
     leave(replicas.late)

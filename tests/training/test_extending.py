@@ -180,7 +180,7 @@ def test_a_loop_that_ends_at_its_own_total_fails_because_it_trained_nothing() ->
 def test_an_order_that_a_replica_cannot_follow_is_a_warning_and_another_one_still_counts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A warning of our loggers is an event of the run, and a line on stderr is not."""
+    """A warning of a logger of this project is an event of the run, and a line on stderr is not."""
     store = MemoryStore()
     Attempt(store, total_steps=8).train().diloco.close()
     extend(store, total_rounds=16)

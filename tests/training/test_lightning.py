@@ -131,7 +131,7 @@ def test_a_replica_that_comes_back_has_its_optimizer_schedule_data_and_step(
 def test_a_schedule_by_epochs_is_where_it_would_be_after_coming_back(
     tmp_path: Path, loader: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So is the validation at the end of the epoch in which the replica started again."""
+    """The validation at the end of the epoch in which the replica started again comes at the same step, too."""
 
     def by_epochs(self: Module) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 0.05)
@@ -176,7 +176,7 @@ def test_one_cycle_ends_after_a_notice(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class Warned(lightning.Callback):  # type: ignore[misc, name-defined]
-    """Notifies a replica at a step that its machine will end."""
+    """At a given step, notifies the replica that its machine will be taken away."""
 
     def __init__(self, replica: Replica, at: int) -> None:
         self.replica = replica

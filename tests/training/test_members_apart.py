@@ -229,7 +229,7 @@ def test_the_search_for_early_copies_in_the_leader_reads_no_shards(tmp_path: Pat
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        torch.manual_seed(rank)  # the first anchor changes the values of one of the replicas
+        torch.manual_seed(rank)  # so that the first anchor changes the values of one replica
         model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
         if rank == 1:
             fully_shard(model, mesh=init_device_mesh("cpu", (2,)))

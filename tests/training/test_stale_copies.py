@@ -117,8 +117,8 @@ class Early(MasterWeights):
 
 
 class SlowWeights:
-    """Lookahead (Zhang et al., arXiv 1907.08610): every `k` steps the parameters return to `share` of the way since
-    then.
+    """Lookahead (Zhang et al., arXiv 1907.08610): after every `k` steps, the parameters go back to `share` of
+    the way that they have made in these steps.
     """
 
     def __init__(self, model: nn.Module, k: int, share: float, *, hidden: bool) -> None:

@@ -73,7 +73,7 @@ class Quantized(torch.Tensor):
 
 
 class Unfolding(State):
-    """Has a state that becomes more than tensors and JSON."""
+    """Has a state that later contains a value which is neither a tensor nor JSON."""
 
     more: object = None
 

@@ -152,7 +152,7 @@ def test_a_job_may_be_created_although_its_answer_is_lost(hub: HubServer, client
                 client.run()
             expected += applied
             assert len(client.listed()) == expected, (answer, applied)
-    hub.fail("create", "cut")  # the condition is about the answer
+    hub.fail("create", "cut")  # cuts the answer, so the job exists
     with pytest.raises(httpx2.RemoteProtocolError):
         client.run()
     assert len(client.listed()) == expected + 1

@@ -94,7 +94,7 @@ class Cluster:
             job["metadata"]["generation"] += 1
             for pod in self._pods_of(job):
                 if is_suspended and not pod.is_over:
-                    # The Job controller takes its finalizer away first, so it never counts these pods.
+                    # The Job controller removes its finalizer from these pods first, so it never counts them.
                     pod.is_tracked = False
                     self._delete(pod)
             self._sync(job)

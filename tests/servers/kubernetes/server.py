@@ -1,4 +1,4 @@
-"""A Kubernetes API server on loopback, for the real `kubernetes` client: what Jobs need, and nothing else.
+"""A Kubernetes API server on loopback, for the real `kubernetes` client. It supports only the requests that Jobs need.
 
     with api_server() as server:
         os.environ["KUBECONFIG"] = server.kubeconfig

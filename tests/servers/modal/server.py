@@ -152,7 +152,7 @@ class ModalServer:
         self._do(send())
 
     def pid_of(self, sandbox_id: str) -> int:
-        """Return the process of a sandbox's command, in the machine's numbering."""
+        """Return the pid that the process of a sandbox's command has on this machine."""
 
         async def running() -> int:
             return (await self.calls.find(sandbox_id).running()).pid

@@ -13,7 +13,7 @@ from servers.slurm.cluster import INSTALL, missing_programs, running_cluster
 def main() -> int:
     if missing := missing_programs():
         raise SystemExit(f"Not installed: {', '.join(missing)}. On Debian: {INSTALL}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # otherwise the folder would not be removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folder is removed
     with running_cluster() as cluster:
         return subprocess.run(sys.argv[1:], env={**os.environ, **cluster.environment}, check=False).returncode
 

@@ -134,7 +134,7 @@ class Container:
         for rank, number in attempts.items():
             if worker := self.workers.get(rank):
                 if not worker.has_claimed or worker.number >= number:
-                    continue  # the worker is that attempt already, or may still claim it
+                    continue  # the worker runs that attempt already, or may still claim it
                 self._end(rank, "fenced")
                 self._conclude(rank)
             idle = self.idle.pop(rank, None)

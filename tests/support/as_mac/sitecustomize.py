@@ -87,7 +87,8 @@ def hide() -> None:
     assert all((asyncio, ctypes.util, multiprocessing, selectors, shutil)), "imported for what they choose"
     assert all((ssl, subprocess, urllib.request, uuid, webbrowser)), "imported for what they choose"
     try:
-        import psutil  # it reads another /proc here, and macOS's kernel itself on a Mac; the answers are the same
+        # psutil reads another /proc here. On a Mac it asks the kernel, and the answers are the same.
+        import psutil
 
         vars(psutil)["PROCFS_PATH"] = os.environ["AS_MAC_PROC"]
     except ImportError:

@@ -135,7 +135,7 @@ def test_a_module_that_only_a_finder_of_its_own_finds_is_found_without_running_i
 
 @pytest.mark.usefixtures("workspace")
 def test_checking_runs_nothing_of_the_users(capsys: pytest.CaptureFixture[str]) -> None:
-    check_entrypoint("pkg_of_user.trainer:train", {"lr": 1})  # its package raises when it is imported
+    check_entrypoint("pkg_of_user.trainer:train", {"lr": 1})  # an import of its package would raise an error
     assert capsys.readouterr().out == ""
 
 

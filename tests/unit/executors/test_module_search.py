@@ -114,7 +114,7 @@ def test_every_dependency_of_this_project_is_reserved() -> None:
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"train.py": "import random\n", "random.py": ""}, "train.py imports 'random'. In a replica that is Python's"),
+        ({"train.py": "import random\n", "random.py": ""}, "train.py imports 'random'. In a replica, that is Python's"),
         ({"train.py": "from data import x\n", "data.py": "import numpy\n", "numpy.py": ""}, "data.py imports 'numpy'"),
         ({"train.py": "def f():\n    import logging.config\n", "logging/__init__.py": ""}, "not your logging/__init__"),
         ({"train.py": "import numpy\n", "numpy.py": ""}, "that is the installed package, and not your numpy.py"),

@@ -1,4 +1,4 @@
-"""The reason of a failed command, found in what its processes printed."""
+"""The reason of a failed command, found in the output of its processes."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_a_process_that_is_cancelled_between_two_attempts_is_cancelled() -> None
 
 
 def test_an_end_that_may_still_stop_the_run_is_not_final() -> None:
-    """All raise alike before their first step: within a second the run is stopped, and its exit code says so."""
+    """All ranks raise alike before their first step. The run is stopped within a second, and its exit code shows it."""
     alike = failed("exception", fingerprint="f")
     run = run_of(alike, alike, restarts="0")
     assert not run.wait(timeout=0)

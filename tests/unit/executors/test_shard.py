@@ -346,7 +346,7 @@ def test_a_copy_of_a_share_has_the_same_items_and_attributes(copied: Callable[[A
 
 def test_an_unpickled_share_without_a_data_set_does_not_search_attributes_forever() -> None:
     empty = object.__new__(type(replica(1, 2).shard(Pictures())))
-    assert not hasattr(empty, "classes")  # otherwise this is a RecursionError
+    assert not hasattr(empty, "classes")  # forwarding the name without a data set would be a RecursionError
     assert not hasattr(empty, "dataset")
 
 

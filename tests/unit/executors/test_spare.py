@@ -87,7 +87,7 @@ def test_a_spare_leaves_a_rank_with_heartbeats_and_takes_over_a_rank_without() -
 
 
 def test_a_store_that_was_away_for_long_makes_no_rank_lost_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks could not beat either, and may reach the store later than the spare does."""
+    """Without the store, the ranks could not beat either. They may reach the store later than the spare does."""
     scene = Scene()
     spare = scene.spare()
     scene.look(spare, for_s=2 * LOOK_S, beating=(0, 1))

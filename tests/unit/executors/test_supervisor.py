@@ -252,7 +252,7 @@ def test_a_supervisor_leaves_a_rank_that_a_launch_has_taken_over_alone_when_the_
         scene.supervisor._advance_restarts()
         first = scene.running[0].outcome()
         assert first is not None
-        scene.supervisor._note_end(scene.running[0], first)  # its process may leave late
+        scene.supervisor._note_end(scene.running[0], first)  # the process of the rank may end late
     found = [taken_over.at(number).has(f"{name}.json") for number in (1, 2) for name in ("cancel", "outcome", "handle")]
     assert not any(found), "it belongs to the other supervisor"
     assert not scene.supervisor._waiting

@@ -123,7 +123,7 @@ H, M = 3600.0, 60.0
         ("120s", "section of 30 s", (30, 45), (30, 45)),
         ("off", "section of 30 s", None, None),
         ("auto", "section of 30 s at the start", (30, 45), (30, 45)),
-        # It waits for others, and its main thread ticks.
+        # The rank waits for others, and its main thread ticks.
         ("auto", "waits", None, None),
         ("10s", "waits", None, None),
         ("auto,start=100s", "waits at the start", None, None),

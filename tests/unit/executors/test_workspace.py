@@ -363,7 +363,7 @@ def test_a_callable_that_replicas_could_not_import_is_refused(root: Path, monkey
             make_package(entrypoint, root=root)
     finally:
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules[__name__])  # children of "spawn" have such an alias
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules[__name__])  # like `__mp_main__` in children of "spawn"
     make_package(a_function_of_another_folder, root=root)
 
 
