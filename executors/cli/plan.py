@@ -55,7 +55,7 @@ WIRE = (
     "The wire: fp32, bf16, int8, int4 or top8. Default: int8, or int4 if it at least halves inner_steps. If steps wait "
     "with both, top8 for at least 60 rounds of up to 20 steps."
 )
-MEAN_WIRE = "The wire of the means: fp32, bf16, int8 or int4. Default: the one that DiLoCo uses."
+MEAN_WIRE = "The wire of the means: fp32, bf16, int8, int4 or each. Default: the one that DiLoCo uses."
 INNER_STEPS = "Fix the number of steps between two rounds. Default: planned."
 FRAGMENTS = "Fix the number of fragments. Default: planned."
 OVERLAP_STEPS = "Fix the number of steps that train during a round. Default: planned."

@@ -19,7 +19,7 @@ from support.patience import ENDLESS
 
 from diloco.errors import DivergenceError, FencedError, QuorumTimeoutError
 from diloco.rendezvous import phase as rounds
-from diloco.rendezvous.frames import digests_of
+from diloco.rendezvous.frames import MeanHead, digests_of
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, claim
 from diloco.rendezvous.reduction import BlockFormat, ShardInput, Write, weighted_mean
@@ -152,7 +152,7 @@ class Simulation(Invariants):
         if any("/part/" in key or "/mean/" in key for key in rotten):
             return True
         # If means are not stored, a decided mean is in the contributions. A replica that is behind needs all of them.
-        if not self.layout.stores_mean and any("/contribution/" in key for key in rotten):
+        if not self.layout.stores_mean and any(map(self._is_decided_input, rotten)):
             return True
         missing = re.findall(r"\d+", error.partition("Missing ranks:")[2])
         if self.scenario.min_quorum > 1 and any(self.keys.claim(int(r), 0) not in self.store.objects for r in missing):
@@ -160,6 +160,14 @@ class Simulation(Invariants):
         # In a sealed entry, a damaged input is left out of the mean, so it is no excuse.
         is_sealed = f"{RUN}/diloco/main/seal/{entry}" in self.store.objects
         return not is_sealed and any(f"/r{entry}/contribution/" in key for key in rotten)
+
+    def _is_decided_input(self, key: str) -> bool:
+        """Return True if a contribution is in a mean that is not stored, and whose head is."""
+        found = re.search(r"/r(\d+)/contribution/(\d+)$", key)
+        mean = None if found is None else self.keys.mean(int(found[1]), 0)
+        if found is None or mean not in self.store.ever:
+            return False
+        return int(found[2]) not in MeanHead.parse(self.store.ever[mean][0], mean, self.proof).left_out
 
     def _train(self, process: Process, checkpoint: RestoredWork | None) -> None:
         world, scenario, state = self.world, self.scenario, process.state
