@@ -154,5 +154,5 @@ def not_the_opener(pid: int) -> DiLoCoError:
     """
     return DiLoCoError(
         f"Process {os.getpid()} cannot use this DiLoCo: process {pid} opened it. To train in several processes, "
-        "launch more replicas."
+        "launch more replicas (--n), or several processes in each (--procs)."
     )

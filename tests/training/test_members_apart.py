@@ -221,34 +221,6 @@ def test_a_leader_that_was_asked_to_end_ends_all_members(tmp_path: Path) -> None
     assert run_members(tmp_path, [2], body) == {(0, 0): "SystemExit: 143", (0, 1): "SystemExit: 143"}
 
 
-@shards_on_cpus
-def test_the_search_for_early_copies_in_the_leader_reads_no_shards(tmp_path: Path) -> None:
-    """To read a value of a DTensor, all processes of its mesh must call. The others would wait for ever."""
-
-    def body(rank: int, member: int) -> int:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        torch.manual_seed(rank)  # so that the first anchor changes the values of one replica
-        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-        if rank == 1:
-            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        diloco = DiLoCo(model, inner_steps=1, total_steps=3)
-        train_wide(diloco, model)
-        diloco.close()
-        return diloco.rounds
-
-    def train_wide(diloco: DiLoCo, model: nn.Module) -> None:
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-        for _ in diloco.steps():
-            model(torch.randn(4, 32)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            diloco.step()
-
-    assert run_members(tmp_path, [1, 2], body) == {(0, 0): 3, (1, 0): 3, (1, 1): 3}
-
-
 # -- unlike replicas and times of their own --------------------------------------------------------------------------
 
 
