@@ -83,7 +83,11 @@ class Handler(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         length = int(self.headers.get("Content-Length", 0))
         headers = {name.lower(): value for name, value in self.headers.items() if name.lower() != "authorization"}
-        request = Request(self.command, unquote(path), query, headers, self.rfile.read(length))
+        body = self.rfile.read(length)
+        if len(body) < length:  # the client ended, or was killed, while it sent the request
+            self.close_connection = True
+            return
+        request = Request(self.command, unquote(path), query, headers, body)
         parts = hub.route_of(request)
         hub.requests.append(request)
         time.sleep(hub.latency_s)
