@@ -7,6 +7,10 @@ rounding error of the wire. This is the error feedback of 1-bit SGD (Seide et al
 memory. Buffers are statistics, and a variance that is moved in this way may become negative. So buffers are always set
 to the values of the anchor.
 
+A sparse wire leaves most of the work to later contributions. If all of that rest were in the live parameters, replicas
+would train too far apart. So a share of it waits in a buffer of its own, `WaitingRest`, which only the round runner
+changes.
+
 If `step()` waits for each round, the live parameters do not change during it. Then no copy is needed in most cases, and
 the rounding error is computed from the live parameters while the anchor is stepped.
 
@@ -97,7 +101,10 @@ class BufferPool:
 
 
 class WireError:
-    """Measures the rounding error of a wire, relative to the work."""
+    """Measures the work that was not sent, relative to all work.
+
+    With most wires that is their rounding error. With a sparse wire it is most of the work, in every round.
+    """
 
     def __init__(self) -> None:
         self._lost_square = self._square = 0.0
@@ -119,6 +126,65 @@ class WireError:
         return sqrt(self._lost_square / self._square) if self._square else None
 
 
+class WaitingRest:
+    """The work of one fragment that a sparse wire has not sent, as far as it is not in the live parameters.
+
+    It is packed with the next contribution. When a contribution was counted, the rest is divided again: the sender
+    gives up a share of it, moves another share into the live parameters, and lets the remainder wait here.
+
+    Args:
+        fragment: the fragment.
+        wire: the sparse wire, which has both shares.
+
+    Example:
+        rest = WaitingRest(fragment, WIRES["top8"])
+        rest.add_to(0, work)
+    """
+
+    def __init__(self, fragment: Fragment, wire: Wire) -> None:
+        self.values = torch.zeros(fragment.n_stepped, dtype=torch.float32, device="cpu")
+        """(n_stepped,) float32. Buffers are statistics, and not work, so they have no rest."""
+        self._keeps, self._live, self._waits = (np.float32(x) for x in (wire.keeps, wire.live, 1 - wire.live))
+
+    def add_to(self, first: int, work: Floats) -> None:
+        """Add the rest to a piece of the work, anchor - live.
+
+        Args:
+            first: the number of the piece's first element.
+            work: the piece. It is changed.
+        """
+        part = self.values.numpy()[first : first + len(work)]
+        np.add(work[: len(part)], part, out=work[: len(part)])
+
+    def divide(self, first: int, lost: Floats) -> None:
+        """Keep a share of what was not sent, and let a part of that share wait here.
+
+        Args:
+            first: the number of the piece's first element.
+            lost: the sent values minus the work. It becomes the change of the live parameters by their share.
+        """
+        part = self.values.numpy()[first : first + len(lost)]
+        kept = lost[: len(part)]
+        np.multiply(kept, self._keeps, out=kept)
+        np.multiply(kept, -self._waits, out=part)
+        np.multiply(kept, self._live, out=kept)
+
+    def restore(self, progress: Tensor) -> Tensor:
+        """Divide the whole work of an earlier attempt, and return the share that belongs in the live parameters.
+
+        Nothing is given up: a replica that comes back loses no work.
+
+        Args:
+            progress: (n_elements,) float32, the work.
+        """
+        torch.mul(progress[: len(self.values)], float(self._waits), out=self.values)
+        return progress * float(self._live)
+
+    def clear(self) -> None:
+        """Give up the rest."""
+        self.values.zero_()
+
+
 class HeldWork:
     """The work of one fragment, on its way from the training thread to the round runner and back.
 
@@ -127,13 +193,22 @@ class HeldWork:
         fragment: the fragment.
         anchor: (n_elements,) float32; the round runner steps it.
         pool: the pool from which memory is taken while it is needed.
+        rest: the work that a sparse wire has not sent. None: the wire is not sparse.
 
     Example:
         held = HeldWork(model, fragment, anchor, pool)
         held.hold("Contribution of rank 3")
     """
 
-    def __init__(self, model: nn.Module, fragment: Fragment, anchor: Tensor, pool: BufferPool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        fragment: Fragment,
+        anchor: Tensor,
+        pool: BufferPool,
+        rest: WaitingRest | None = None,
+    ) -> None:
+        self.rest = rest
         self.is_held = False
         """True if the memory holds live work. Otherwise the live parameters have not changed since they were sent."""
         self._model = model
@@ -228,17 +303,27 @@ class HeldWork:
     def take_anchor(self, mix: float = 0.0) -> None:
         """Prepare to replace the live parameters by the anchor, as it is at the time of the merge.
 
+        The rest of a sparse wire is given up, too.
+
         Args:
             mix: the share of the live values that is kept.
         """
         self.forget()
+        if self.rest is not None:
+            self.rest.clear()
         self._kind, self._mix, self._shift = "anchor", mix, None
 
     def remove_held(self) -> None:
-        """Prepare to remove the held work from the live parameters: add anchor - B, where B is the held copy."""
+        """Prepare to remove the held work from the live parameters: add anchor - B, where B is the held copy.
+
+        Use it if the sent values are not known. The rest of a sparse wire is then given up. A part of that rest was
+        sent, and no part must be sent twice.
+        """
         if not self.is_held:
             self.take_anchor()
             return
+        if self.rest is not None:
+            self.rest.clear()
         self._turn_into("add").neg_()
 
     def remove_sent(self, sent: Pieces, *, keeps_later: bool, mix: float) -> float | None:
@@ -255,8 +340,20 @@ class HeldWork:
         """
         anchor, memory = self._anchor.numpy(), self._turn_into("add" if keeps_later else "set", mix).numpy()
         lost = WireError()
+        scratch = np.empty(0 if self.rest is None else min(PIECE, len(anchor)), np.float32)
         for first, values in sent:
             a, b = anchor[first : first + len(values)], memory[first : first + len(values)]
+            if self.rest is not None:
+                work = scratch[: len(values)]
+                np.subtract(a, b, out=work)
+                self.rest.add_to(first, work)
+                lost.add(work, values)
+                self.rest.divide(first, work)
+                if keeps_later:
+                    np.subtract(work, b, out=b)
+                else:
+                    b[:] = work
+                continue
             np.subtract(a, b, out=b)  # the work
             lost.add(b, values)
             if keeps_later:
@@ -282,7 +379,11 @@ class HeldWork:
         for (first, g), (_, s), (_, parts) in zip(mean, sent, parts_of_live, strict=True):
             left = work[: len(g)]
             subtract_parts(self._anchor, first, parts, left)
+            if self.rest is not None:
+                self.rest.add_to(first, left.numpy())
             lost.add(left.numpy(), s)
+            if self.rest is not None:
+                self.rest.divide(first, left.numpy())
             left[max(0, self._buffers.start - first) :] = 0.0
             yield first, g
             left += self._anchor[first : first + len(g)]
@@ -422,6 +523,7 @@ def pack(
     write: Callable[[memoryview], object] | None = None,
     who: str,
     block_elements: int = BLOCK_ELEMENTS,
+    rest: WaitingRest | None = None,
 ) -> PackedWork:
     """Encode anchor - live block by block, and digest and check each piece while it is in the processor's cache.
 
@@ -435,6 +537,7 @@ def pack(
         write: is called with each block, in order. None: nothing is written.
         who: the beginning of an error's message, such as "Contribution of rank 3 for round 12".
         block_elements: elements of a block.
+        rest: earlier work that is sent, too. None: there is none.
 
     Returns:
         The digests and norms of the blocks, and the kept bytes.
@@ -459,6 +562,8 @@ def pack(
             first, parts = next(pieces)
             values = wire.encode_buffer(block, n, at, room[: min(PIECE, n - at)])
             subtract_parts(anchor, first, parts, torch.from_numpy(values))
+            if rest is not None:
+                rest.add_to(first, values)
             try:
                 writer.write(values, at)
             except NotFiniteError:

@@ -1,14 +1,16 @@
 """The training state of a torch model: its anchor, its outer optimizers and its live parameters.
 
-The state needs memory for one float32 copy of the anchor and one of the momentum. It also keeps encoded work for
-upload: one shard if the store streams and the wire is exact, and otherwise the whole encoded work.
+The state needs memory for one float32 copy of the anchor and one of the momentum. A sparse wire needs one more, for the
+work that it has not sent. The state also keeps encoded work for upload: one shard if the store streams and the wire is
+exact, and otherwise the whole encoded work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import sqrt
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from diloco.fragments import Fragment, marks_of_frozen
 from diloco.live_parameters import (
     BufferPool,
     HeldWork,
+    WaitingRest,
     WireError,
     check_is_whole,
     difference,
@@ -79,6 +82,7 @@ class ModelState:
         self._mix = settings.mix
         self.wire = wire_named(settings.wire)
         self.mean_wire = wire_named(settings.resolved_mean_wire)
+        self.clips = settings.robust == "clip"
         self.leaves_no_work = self.wire.is_exact and not self.keeps_later_work and not self._mix
         """True if a round that counted all work leaves the live parameters equal to the anchor."""
         self._proof = proof_of(settings.key)
@@ -90,7 +94,7 @@ class ModelState:
         self._trains_on = settings.plan.overlaps or settings.in_background
         pool = BufferPool(max(fragment.n_elements for fragment in self.fragments), keeps=self._trains_on)
         self._held = [
-            HeldWork(model, fragment, anchor, pool)
+            HeldWork(model, fragment, anchor, pool, WaitingRest(fragment, self.wire) if self.wire.is_sparse else None)
             for fragment, anchor in zip(self.fragments, self.anchors, strict=True)
         ]
         outer: list[OuterOptimizer] = [
@@ -180,6 +184,7 @@ class ModelState:
             write=write,
             who=f"Contribution of rank {self.rank} for round {entry + 1}",
             block_elements=self._block_elements,
+            rest=held.rest,
         )
 
     def had_moved(self, entry: int) -> bool:
@@ -261,9 +266,11 @@ class ModelState:
     @torch.no_grad()
     def progress(self) -> list[Tensor]:
         progress = [torch.empty_like(anchor) for anchor in self.anchors]
-        for fragment, anchor, out in zip(self.fragments, self.anchors, progress, strict=True):
+        for fragment, anchor, held, out in zip(self.fragments, self.anchors, self._held, progress, strict=True):
             difference(self.model, fragment, anchor, out)
             out[fragment.n_stepped :] = 0.0  # buffers are statistics, and not work
+            if held.rest is not None:
+                held.rest.add_to(0, out.numpy())
         return progress
 
     def has_moved(self) -> bool:
@@ -272,14 +279,40 @@ class ModelState:
 
     @torch.no_grad()
     def resume(self, progress: list[Tensor] | None, verdicts: Sequence[Verdict | None] = ()) -> None:
-        for index, (fragment, anchor) in enumerate(zip(self.fragments, self.anchors, strict=True)):
-            verdict = verdicts[index] if verdicts else None
+        for index, (fragment, anchor, held) in enumerate(zip(self.fragments, self.anchors, self._held, strict=True)):
+            verdict, rest = verdicts[index] if verdicts else None, held.rest
+            if rest is not None:
+                rest.clear()
             if progress is None or verdict is Verdict.DROPPED:
                 set_live(self.model, fragment, anchor)
             elif self._keeps(verdict):
-                set_live(self.model, fragment, anchor - progress[index])
+                work = progress[index] if rest is None else rest.restore(progress[index])
+                set_live(self.model, fragment, anchor - work)
             else:
                 set_live(self.model, fragment, anchor - self._mix * progress[index])
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return a copy of the anchor, of the outer optimizers' states, and of the work that waits outside of the
+        model.
+        """
+        rests = [held.rest.values.clone() for held in self._held if held.rest is not None]
+        return {**self.anchor.checkpoint(), **({"rest": rests} if rests else {})}
+
+    @torch.no_grad()
+    def load_checkpoint(self, state: Mapping[str, Any]) -> None:
+        """Load what `checkpoint` returned. The live parameters do not change.
+
+        Args:
+            state: the checkpoint.
+        """
+        self.anchor.load_checkpoint(state)
+        rests = [held.rest for held in self._held if held.rest is not None]
+        for rest, values in zip(rests, state.get("rest") or [None] * len(rests), strict=True):
+            # A checkpoint of another version has no rest. Then that work is lost, as after a round that dropped it.
+            if values is None:
+                rest.clear()
+            else:
+                rest.values.copy_(values)
 
     def take_anchor(self) -> None:
         """Set the live parameters to the anchor.

@@ -25,6 +25,7 @@ from typing import Any, Literal, Self
 from torch import Tensor, nn
 
 from diloco.attached_state import AttachedState
+from diloco.clipped_work import ClippedWorkCheck
 from diloco.duplicate_work import DuplicateWorkCheck, SameDataMode
 from diloco.errors import DiLoCoError
 from diloco.extra_tensors import ExtraTensors, ExtraTensorsModule, addresses_of
@@ -170,9 +171,16 @@ class DiLoCo:
         mix: Share of the live value that is kept when a mean is applied, from 0 to 1. Default 0. It must be 0 with
             `merge="carry"`. May differ between replicas.
         wire: Encoding of contributions. Default "fp32". "bf16" has half the bytes, "int8" a quarter and "int4" an
-            eighth. The rounding error is kept, and is part of the next contribution.
-        mean_wire: Encoding of means, one of the four values of `wire`. Default None: the value of `wire`, but "int8" if
-            `wire` is "int4".
+            eighth. The rounding error is kept, and is part of the next contribution. "top8" has a 42nd: it sends one
+            value in eight, and later contributions have the rest. It needs memory for one more copy of the model, and
+            costs loss in short runs and with more than 20 `inner_steps`.
+        mean_wire: Encoding of means: "fp32", "bf16", "int8", "int4" or "each". Default None: the value of `wire`, but
+            "int8" if `wire` is "int4", and "int4" if `wire` is "top8". "each": no mean is stored, and each replica
+            reads all contributions. With up to about 7 replicas and "top8", that moves the fewest bytes.
+
+        robust: "clip": a contribution that is much larger than the others counts with the median of their norms. This
+            limits the harm of one replica whose gradients explode. It needs at least three replicas, and averages take
+            longer. Default None: every contribution counts as it is.
 
     Args: Work and data
         weight: Weight of this replica's work in the mean, more than 0, default 1. Or a function without parameters that
@@ -186,7 +194,7 @@ class DiLoCo:
             Default 4. None: never. May differ between replicas.
         sync_buffers: True: float buffers that the model saves are averaged, too, such as the statistics of a BatchNorm.
             Each merge sets them to the anchor's values. False: each replica keeps its own. Default None: True, but
-            False and a warning with a wire of "int8" or "int4", which is too coarse. Integer buffers are never
+            False and a warning with a wire of "int8", "int4" or "top8", which is too coarse. Integer buffers are never
             averaged. Before the final average, the statistics of a BatchNorm do not fit the anchor: to evaluate it,
             compute them again with `torch.optim.swa_utils.update_bn`.
         same_data: Reaction to another replica that sends the same work, bit for bit, in three rounds in a row. Both
@@ -245,6 +253,7 @@ class DiLoCo:
         mix: float = 0.0,
         wire: str = "fp32",
         mean_wire: str | None = None,
+        robust: Literal["clip"] | None = None,
         late: Literal["carry", "drop"] = "carry",
         carry_rounds: int | None = 4,
         min_quorum: int | None = None,
@@ -325,6 +334,7 @@ class DiLoCo:
             None if location.is_alone else UnsharedStateWriter(patient, keys, me.rank, proof, workers.uploads)
         )
         self._duplicate_work = DuplicateWorkCheck(same_data, me.rank, location.replica, self._model_state.had_moved)
+        self._clipped_work = ClippedWorkCheck(me.rank)
         self._extension = Extension(
             location.replica if location.is_of_replica else None, settings.plan, unit=settings.unit_of_total,
             per_total=settings.plan_steps_per_total, is_trainers=internals.is_trainers,
@@ -616,8 +626,8 @@ class DiLoCo:
         tensors = ExtraTensorsModule(thing)
         self._early_copies.take_anchor(tensors.tensors().values())
         names = (
-            "inner_steps", "round_seconds", "total_steps", "total_rounds", "wire", "mean_wire", "late", "carry_rounds",
-            "min_quorum", "grace_s", "round_timeout_s", "weight", "snapshot_every",
+            "inner_steps", "round_seconds", "total_steps", "total_rounds", "wire", "mean_wire", "robust", "late",
+            "carry_rounds", "min_quorum", "grace_s", "round_timeout_s", "weight", "snapshot_every",
         )  # fmt: skip
         options: dict[str, Any] = {name: getattr(self._settings, name) for name in names}
         other = open_diloco(
@@ -818,7 +828,7 @@ class DiLoCo:
         self._check_opener()
         taken: list[dict[str, Any]] = []
         with RoundScope(self) as reports:
-            reports += self._training_side.at_rest(lambda: taken.append(self._model_state.anchor.checkpoint()))
+            reports += self._training_side.at_rest(lambda: taken.append(self._model_state.checkpoint()))
         return {**self._training_side.phase.resume_point, "inner_step": self._inner_step, **taken[0]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -845,7 +855,7 @@ class DiLoCo:
         self._attached.step = state["inner_step"]
         self._steps_of_earlier_attempts = state["inner_step"] - self._training_side.phase.n_steps
         with RoundScope(self) as reports:
-            reports += self._training_side.go_back(state, partial(self._model_state.anchor.load_checkpoint, state))
+            reports += self._training_side.go_back(state, partial(self._model_state.load_checkpoint, state))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -944,6 +954,8 @@ class RoundScope:
         link.note_step(side.phase.run_step, plan.total_steps)
         if not diloco._duplicate_work.needs_no_check or any(report.same for report in reports):
             diloco._duplicate_work.check(reports)
+        if diloco._settings.robust is not None:
+            diloco._clipped_work.check(reports)
         step = diloco._inner_step
         link.show_step(step)
         if diloco._attached.things or diloco._attached.kept is not None:

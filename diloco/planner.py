@@ -11,11 +11,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
 
-BYTES_PER_ELEMENT = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256, "int4": 1 / 2 + 4 / 128}
-MEAN_WIRES = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}
+BYTES_PER_ELEMENT = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256, "int4": 1 / 2 + 4 / 128, "top8": 388 / 4096}
+MEAN_WIRES = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8", "top8": "int4"}
+"""The default wire of the means, for each wire of contributions."""
+EACH = "each"
+"""The wire of means that are not stored: each replica reads all contributions."""
+EACH_REPLICAS = 4
+"""The largest number of replicas for which such means are proposed. From 8 replicas on, they have more bytes."""
+SPARSE_WIRE = "top8"
+"""The wire that leaves most of the work to later contributions. Means cannot be encoded in it."""
+SPARSE_ENCODE, SPARSE_ACCUMULATE, SPARSE_DECODE = 0.4, 0.7, 0.3
+"""The speeds of the sparse wire, relative to the speeds of int8, which `Processor` has. A benchmark measures them."""
+SPARSE_ROUNDS, SPARSE_INNER_STEPS = 60, 20
+"""The sparse wire is proposed for at least this number of rounds, with at most this number of inner steps.
+
+Outside of these limits it cost more than 1 % of loss, because the rest is about 1.3 rounds of work.
+"""
 BLOCK_ELEMENTS = 1 << 20
 SMALL_BYTES = 4 << 20
-"""The largest contribution whose mean is inside the seal. Such a round has one phase instead of two."""
+"""The largest contribution, and the largest mean, with which a mean is inside the seal.
+
+Such a round has one phase instead of two.
+"""
 MAX_SHARDS = 64
 RANGE_BYTES = 8 << 20
 """The bytes that one request reads."""
@@ -199,9 +216,13 @@ class Choice:
             raise ValueError(
                 f"steps must be at least inner_steps, got steps={steps} and inner_steps={self.inner_steps}."
             )
-        for name, wire in (("wire", self.wire), ("mean_wire", self.resolved_mean_wire)):
-            if wire not in BYTES_PER_ELEMENT:
-                raise ValueError(f"{name} must be one of {', '.join(BYTES_PER_ELEMENT)}, got {name}={wire!r}.")
+        for_means = [*(name for name in BYTES_PER_ELEMENT if name != SPARSE_WIRE), EACH]
+        for name, wire, legal in (
+            ("wire", self.wire, list(BYTES_PER_ELEMENT)),
+            ("mean_wire", self.resolved_mean_wire, for_means),
+        ):
+            if wire not in legal:
+                raise ValueError(f"{name} must be one of {', '.join(legal)}, got {name}={wire!r}.")
         if (size := largest_object(workload, self)) > workload.most_bytes:
             raise ValueError(
                 f"fragments must be at least {least_fragments(workload, self)}, because the store accepts no object of "
@@ -339,21 +360,28 @@ def round_cost(workload: Workload, choice: Choice) -> RoundCost:
     """
     elements, n, link, cpu = ceil(workload.params / choice.fragments), workload.n, workload.link, workload.processor
     w = BYTES_PER_ELEMENT[choice.wire]
-    v = BYTES_PER_ELEMENT[choice.resolved_mean_wire]
+    is_stored = choice.resolved_mean_wire != EACH
+    v = BYTES_PER_ELEMENT[choice.resolved_mean_wire] if is_stored else 0.0
     part = 1.0  # the share of the fragment whose mean one replica computes
-    if elements * w <= SMALL_BYTES:
+    if is_stored and elements * max(w, v) <= SMALL_BYTES:
         # All replicas wait for one replica, which reads the contributions of the others, and sends the mean inside the
         # seal.
         link_s = (elements * (w + v)) / link.up + ((n - 1) * elements * w + elements * v) / link.down
         requests = REQUESTS_IN_TURN["small"]
         up, down = elements * (w + v / n), elements * ((n - 1) * w / n + v)  # the average over all replicas
     else:
-        part = _largest_shard(elements, n)
+        part = _largest_shard(elements, n) if is_stored else 1.0
         up, down = elements * (w + part * v), elements * ((n - 1) * part * w + (1 - part) * v)
+        down += 0 if is_stored else elements * w / n  # one replica also reads its own contribution
         link_s = up / link.up + down / link.down
         requests = REQUESTS_IN_TURN["sharded"]
     requests_s = requests * link.latency_s
-    processor_s = 4 * elements * (1 / cpu.encode + n * part / cpu.accumulate + 1 / cpu.decode + 1 / cpu.step)
+    cost = 1 / cpu.encode + n * part / cpu.accumulate + 1 / cpu.decode + 1 / cpu.step
+    if choice.wire == SPARSE_WIRE:
+        cost = 1 / (SPARSE_ENCODE * cpu.encode) + n * part / (SPARSE_ACCUMULATE * cpu.accumulate) + 1 / cpu.decode
+        # to compute the rest, the sender decodes its own contribution, which takes longer than with int8
+        cost += 1 / (SPARSE_DECODE * cpu.decode) + 1 / cpu.step
+    processor_s = 4 * elements * cost
     # The pauses between two reads grow with the wait, up to one second. Each phase of the round loses half a pause on
     # average.
     noticing_s = 2 * min(0.5, 0.15 * (link_s + requests_s + processor_s))
@@ -377,7 +405,8 @@ def largest_object(workload: Workload, choice: Choice) -> float:
         choice: the arguments of `DiLoCo`.
     """
     elements = ceil(workload.params / choice.fragments)
-    mean_bytes = _largest_shard(elements, workload.n) * BYTES_PER_ELEMENT[choice.resolved_mean_wire]
+    # a mean that is not stored has only a head
+    mean_bytes = _largest_shard(elements, workload.n) * BYTES_PER_ELEMENT.get(choice.resolved_mean_wire, 0.0)
     return elements * max(BYTES_PER_ELEMENT[choice.wire], mean_bytes) * (UNEVEN if choice.fragments > 1 else 1)
 
 
@@ -437,6 +466,9 @@ def choose(
     chosen if it at least halves `inner_steps`, or if steps wait with both wires and the later wire loses a tenth less
     time.
 
+    If steps wait with every usual wire, the sparse wire is tried, too. It costs more loss, so it is proposed only for
+    runs of at least 60 rounds of up to 20 inner steps.
+
     Args:
         workload: the workload.
         wires: the wires to choose from, the usual one first.
@@ -473,7 +505,20 @@ def choose(
         else:
             is_better = plan.share <= WORTH_IT * best.share
         best = plan if is_better else best
+    if wires == WIRES and not best.has_room and mean_wire != SPARSE_WIRE:
+        sparse = [choice for choice in fitting(SPARSE_WIRE, few) if _suits_sparse_wire(workload, choice)]
+        if sparse:
+            if workload.n <= EACH_REPLICAS and mean_wire is None:
+                sparse = [replace(choice, mean_wire=EACH) for choice in sparse]
+            plan = _best(workload, sparse, overlap_steps)
+            best = plan if plan.has_room or plan.share <= WORTH_IT * best.share else best
     return best
+
+
+def _suits_sparse_wire(workload: Workload, choice: Choice) -> bool:
+    """Return True if a run has enough rounds, and rounds that are short enough, for the sparse wire."""
+    rounds = 0 if workload.steps is None else workload.steps // choice.inner_steps
+    return choice.inner_steps <= SPARSE_INNER_STEPS and rounds >= SPARSE_ROUNDS
 
 
 def _best(workload: Workload, choices: Iterable[Choice], overlap_steps: int | None) -> Plan:

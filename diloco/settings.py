@@ -15,7 +15,7 @@ from diloco.errors import DiLoCoError
 from diloco.outer_optimizer import OptimizerFactory, Schedule, never
 from diloco.rendezvous.frames import MAX_WEIGHT
 from diloco.rendezvous.phase import RoundPlan
-from diloco.wires import DEFAULT_MEAN_WIRE, WIRES
+from diloco.wires import DEFAULT_MEAN_WIRE, MEAN_WIRES, WIRES
 from executors.errors import kind_of
 from executors.store.run_key import key_id
 
@@ -68,6 +68,7 @@ class DiLoCoSettings:
     mix: float
     wire: str
     mean_wire: str | None
+    robust: str | None
     late: str
     carry_rounds: int | None
     min_quorum: int | None
@@ -138,6 +139,8 @@ class DiLoCoSettings:
                     f"min_quorum must be at most the world size of {self.world_size}, got min_quorum={self.min_quorum}."
                 )
         _one_of("late", self.late, ("carry", "drop"))
+        if self.robust is not None and self.robust != "clip":
+            raise ValueError(f"robust must be None or 'clip', got robust={self.robust!r}.")
         _one_of("same_data", self.same_data, ("raise", "warn", "allow"))
         if self.outer_lr is not None:
             _number("outer_lr", self.outer_lr, also="None or ")
@@ -428,6 +431,7 @@ class DiLoCoSettings:
             "fragments": self.n_fragments,
             "wire": self.wire,
             "mean_wire": self.resolved_mean_wire,
+            **({} if self.robust is None else {"robust": self.robust}),
             **by_clock,
             "inner_steps": self.steps_of_round if self.round_seconds is None else None,
             "momentum_warmup": self.warmup,
@@ -487,12 +491,12 @@ def check_wires(wire: str, mean_wire: str | None) -> tuple[str, str]:
         mean_wire: the argument `mean_wire`. None: the default for the wire.
 
     Raises:
-        ValueError: no wire has this name.
+        ValueError: no wire has this name, or means cannot be encoded in it.
     """
     _one_of("wire", wire, tuple(WIRES))
     if mean_wire is None:
         return wire, DEFAULT_MEAN_WIRE[wire]
-    _one_of("mean_wire", mean_wire, tuple(WIRES))
+    _one_of("mean_wire", mean_wire, tuple(MEAN_WIRES))
     return wire, mean_wire
 
 

@@ -1,6 +1,6 @@
 """Measures how small wires and overlapping rounds change the loss: makes the table of docs/how-to/slow-links.md.
 
-    python examples/compare_wires.py                                  # 66 runs of half a minute of a core
+    python examples/compare_wires.py                                  # 84 runs of half a minute of a core
     python examples/compare_wires.py --only int8 int4 --seeds 5 --steps 2000 --inner-steps 50
 
 Each run trains the demo's transformer. The replicas take turns in one process and exchange averages in its memory. With
@@ -35,7 +35,7 @@ text = cache(load_text)
 def settings(inner_steps: int) -> dict[str, dict[str, Any]]:
     """Return the settings to compare, by name.
 
-    With int4, means are encoded as int8. Fragments overlap with all steps but one.
+    With int4, means are encoded as int8, and with top8 as int4. Fragments overlap with all steps but one.
 
     Args:
         inner_steps: steps from one round to the next.
@@ -47,6 +47,8 @@ def settings(inner_steps: int) -> dict[str, dict[str, Any]]:
         "bf16": {"wire": "bf16"},
         "int8": {"wire": "int8"},
         "int4": {"wire": "int4"},
+        "top8": {"wire": "top8"},
+        "top8, each": {"wire": "top8", "mean_wire": "each"},
         "carry, overlap H/5": {"overlap_steps": inner_steps // 5, "merge": "carry"},
         "anchor, overlap H/5": {"overlap_steps": inner_steps // 5},
         "carry, overlap H/2": {"overlap_steps": half, "merge": "carry"},
@@ -54,6 +56,7 @@ def settings(inner_steps: int) -> dict[str, dict[str, Any]]:
         "carry, fragments": in_turn,
         "anchor, fragments": {**in_turn, "merge": "anchor"},
         "carry, fragments, int4": {**in_turn, "wire": "int4"},
+        "carry, overlap H/2, top8": {"overlap_steps": half, "merge": "carry", "wire": "top8"},
     }
 
 

@@ -200,6 +200,8 @@ class Seal:
     """The encoding of the mean inside the seal."""
     stops: tuple[int, ...] = ()
     """The ranks that ask for the end of the run. If there is one, the run ends with this round: see `early_end.py`."""
+    clipped: tuple[int, ...] = ()
+    """The ranks whose work was scaled down in the mean inside the seal."""
 
     @property
     def inputs(self) -> dict[int, SealedReplica]:
@@ -244,6 +246,7 @@ class Seal:
         }
         if not self.shards:
             fields |= {"mean": proof.digest(self.mean), **_wire_field(self.wire)}
+            fields |= {"clipped": list(self.clipped)} if self.clipped else {}
         head = frame(fields, key, proof)
         return [padded(head, aligned(len(head))), self.mean]
 
@@ -280,6 +283,7 @@ class Seal:
             anchor, phase_s = _digest(fields["anchor"]), _seconds(fields["phase_s"])
             shards, same = _whole(fields["shards"], MAX_SHARDS), _groups(fields["same"], members.keys())
             stops = _some_of(fields.get("stops", []), members.keys())
+            clipped = _some_of(fields.get("clipped", []), members.keys())
             digest, found = (None, FP32) if shards else (_digest(fields["mean"]), _wire_of(fields))
             if not members:
                 raise ValueError("it names no replica")
@@ -291,8 +295,8 @@ class Seal:
         if proof.digest(mean) != digest:
             if whole:
                 raise BadRecordError("The mean in this seal is not what was sealed.")
-            return cls(members, anchor, shards, b"", digest, phase_s, same, found, stops)
-        seal = cls(members, anchor, shards, mean, phase_s=phase_s, same=same, wire=found, stops=stops)
+            return cls(members, anchor, shards, b"", digest, phase_s, same, found, stops, clipped)
+        seal = cls(members, anchor, shards, mean, None, phase_s, same, found, stops, clipped)
         expected_bytes = len(mean) if size_bytes is None else size_bytes if seal.inputs else 0
         if len(mean) != expected_bytes:
             raise BadRecordError(f"The mean in this seal has {len(mean)} bytes instead of {expected_bytes}.")
@@ -313,6 +317,8 @@ class MeanHead:
     """The ranks that the seal counts, but whose contribution to this shard could not be used."""
     wire: str = FP32
     """The encoding of the payload."""
+    clipped: tuple[int, ...] = ()
+    """The ranks whose contribution was scaled down in a block of this shard."""
 
     def head(self, key: str, proof: Proof) -> bytes:
         """Return the head as bytes for the store.
@@ -321,7 +327,8 @@ class MeanHead:
             key: the key of the shard. A signature covers the key.
             proof: signs the head or adds a checksum.
         """
-        fields = {"blocks": "".join(self.blocks), "left_out": list(self.left_out), **_wire_field(self.wire)}
+        fields: dict[str, Any] = {"blocks": "".join(self.blocks), "left_out": list(self.left_out)}
+        fields |= {**_wire_field(self.wire), **({"clipped": list(self.clipped)} if self.clipped else {})}
         head = frame(fields, key, proof)
         return padded(head, head_bytes(len(self.blocks)))
 
@@ -341,7 +348,8 @@ class MeanHead:
         fields, _, _ = unframe(data, key, proof)
         with reading("mean"):
             left_out = tuple(_whole(rank, MAX_RANK) for rank in typed(list, fields["left_out"]))
-            head = cls(_split_digests(fields["blocks"]), left_out, _wire_of(fields))
+            clipped = tuple(_whole(rank, MAX_RANK) for rank in typed(list, fields.get("clipped", [])))
+            head = cls(_split_digests(fields["blocks"]), left_out, _wire_of(fields), clipped)
         if wire is not None and head.wire != wire:
             raise BadRecordError(f"This mean is encoded as {head.wire}, not as {wire}.")
         return head

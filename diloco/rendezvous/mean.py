@@ -20,7 +20,7 @@ import numpy as np
 from diloco.rendezvous.envelope import BadRecordError
 from diloco.rendezvous.frames import READ_TRIES, Contribution, MeanHead, Seal, SealedReplica
 from diloco.rendezvous.frames import head_bytes as head_bytes_of
-from diloco.rendezvous.reduction import BadInputError, ShardInput, Write, is_mean
+from diloco.rendezvous.reduction import BadInputError, BlockFormat, ShardInput, Write, is_mean
 from diloco.rendezvous.round import Context, EntryState, ShardRange, owners
 
 log = logging.getLogger(__name__)
@@ -70,6 +70,8 @@ class Reducer:
             mean = self._recover_small(entry, seal)
             entry.blocked = self._keys.seal(entry.index) if mean is None else None
             return None if mean is None else [mean]
+        if not entry.layout.stores_mean:
+            self._compute_early(entry, seal)
         now = self._context.clock()
         # The first look does not ask which owners have left: usually none has, and each question costs requests.
         asks = entry.sealed_s is not None and now >= entry.ask_s
@@ -126,7 +128,10 @@ class Reducer:
         head: MeanHead | None
         payload: memoryview | None = None
         try:
-            if self._store.maps and self._memory_of_mine(entry, seal, shard) is None:
+            if not entry.layout.stores_mean:
+                self._read_own_from_store(entry)
+                head, payload = entry.computed = entry.computed or self._compute(entry, seal, shard)
+            elif self._store.maps and self._memory_of_mine(entry, seal, shard) is None:
                 head = self._stream(entry, seal, shard)
             else:
                 head, payload = self._compute(entry, seal, shard)
@@ -135,7 +140,8 @@ class Reducer:
             return None
         entry.reduce_s += self._context.clock() - started
         if head is not None and payload is not None:
-            self._store.create(key, [head.head(key, self._proof), payload])
+            stored = [payload] if entry.layout.stores_mean else []
+            self._store.create(key, [head.head(key, self._proof), *stored])
         return self._adopt_stored(entry, seal, shard, head, payload)
 
     def _adopt_stored(
@@ -153,6 +159,7 @@ class Reducer:
         is_mine = stored is not None and stored == mine
         if head is not None and payload is not None and is_mine:
             entry.left_out.update(head.left_out)
+            entry.clipped.update(head.clipped)
             return payload
         return self._check(entry, seal, shard, self._store.peek(key, moves=not is_mine))
 
@@ -172,11 +179,59 @@ class Reducer:
             payload = data[head_bytes_of(part.end_block - part.first_block) :]
             with suppress(BadRecordError):
                 head = MeanHead.parse(data, key, self._proof, wire=layout.mean_wire.name)
+                if not layout.stores_mean:
+                    return self._compute_as_decided(entry, seal, head)
                 if is_mean(payload, layout.blocks(part.n_elements, self._proof), head.blocks):
                     entry.left_out.update(head.left_out)
+                    entry.clipped.update(head.clipped)
                     return payload
             self._store.record_misread(key, data)
         return self._recover(entry, seal, shard, head)
+
+    def _compute_early(self, entry: EntryState, seal: Seal) -> None:
+        """Compute a mean that is not stored, before its head is there.
+
+        The head decides which contributions are in the mean. Usually these are all of them.
+        """
+        if entry.computed is None and 0 not in entry.means:
+            began = self._context.clock()
+            if owners(entry.index, seal.owners, 0)[0] == self._me.rank:
+                self._read_own_from_store(entry)
+            with suppress(InputGoneError):
+                entry.computed = self._compute(entry, seal, 0)
+            entry.reduce_s += self._context.clock() - began
+
+    def _read_own_from_store(self, entry: EntryState) -> None:
+        """Let this replica read its own contribution from the store, because its head decides for all replicas.
+
+        The contribution in its memory is intact. If the stored one is damaged, all other replicas need a mean without
+        it.
+        """
+        if 0 not in entry.overwritten:
+            entry.overwritten.add(0)
+            entry.computed = None
+
+    def _compute_as_decided(self, entry: EntryState, seal: Seal, stored: MeanHead) -> memoryview | None:
+        """Return a mean that is not stored, with the contributions that its stored head counts.
+
+        None: one of them cannot be read, or the digests differ. Then only a later snapshot helps this replica.
+
+        Args:
+            stored: the stored head.
+        """
+        found = entry.computed
+        if found is None or found[0] != stored:
+            counted = {rank: member for rank, member in seal.replicas.items() if rank not in stored.left_out}
+            try:
+                found = self._compute(entry, replace(seal, replicas=counted), 0)
+            except InputGoneError:
+                found = None
+        if found is None or found[0].blocks != stored.blocks or not {*found[0].left_out} <= {*stored.left_out}:
+            entry.blocked = self._keys.mean(entry.index, 0)
+            return None
+        entry.left_out.update(stored.left_out)
+        entry.clipped.update(stored.clipped)
+        return found[1]
 
     def _recover(self, entry: EntryState, seal: Seal, shard: int, stored: MeanHead | None) -> memoryview | None:
         """Compute a damaged shard again from its inputs. Its head proves the result, if the head can be read.
@@ -215,7 +270,7 @@ class Reducer:
         def reduce(inputs: Sequence[ShardInput], left_out: tuple[int, ...]) -> tuple[MeanHead, memoryview]:
             if mine is not None:
                 entry.overwritten.add(shard)
-            return MeanHead(self._context.reduce(inputs, out, blocks), left_out, layout.mean_wire.name), out
+            return self._reduced(inputs, out, blocks, left_out), out
 
         return self._with_inputs(entry, seal, shard, reduce)
 
@@ -235,15 +290,26 @@ class Reducer:
             heads: list[MeanHead] = []
 
             def produce(write: Write) -> bytes:
-                heads.append(
-                    MeanHead(self._context.reduce(inputs, out, blocks, write), left_out, layout.mean_wire.name)
-                )
+                heads.append(self._reduced(inputs, out, blocks, left_out, write))
                 return heads[-1].head(key, self._proof)
 
             self._store.create_streamed(key, head_bytes, head_bytes + part.mean_bytes, produce)
             return heads[-1] if heads else None
 
         return self._with_inputs(entry, seal, shard, reduce)
+
+    def _reduced(
+        self,
+        inputs: Sequence[ShardInput],
+        out: memoryview,
+        blocks: BlockFormat,
+        left_out: tuple[int, ...],
+        write: Write | None = None,
+    ) -> MeanHead:
+        """Compute a shard, and return its head."""
+        clipped: set[int] = set()
+        digests = self._context.reduce(inputs, out, blocks, write, clipped)
+        return MeanHead(digests, left_out, blocks.mean_wire.name, tuple(sorted(clipped)))
 
     def _with_inputs(
         self, entry: EntryState, seal: Seal, shard: int, act: Callable[[Sequence[ShardInput], tuple[int, ...]], T]

@@ -3,6 +3,10 @@
 The arithmetic is float32, in the order of the ranks. Each product is rounded before it is added, so every processor
 computes the same bits. The function works on pieces of a block that stay in the cache. So it reads each input from
 memory only once, for its digest, its product and its sum, and encodes the mean in the same pass.
+
+With `clips`, a contribution that is much larger than the others is scaled down, block by block. That is a second pass
+over the block, because the norms of all inputs must be known first. The norms are computed from the inputs, and not
+taken from their heads. They follow from the inputs alone, so every replica computes the same mean.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from diloco.rendezvous.envelope import Proof
-from diloco.wires.wire import PIECE, BlockWriter, NotFiniteError, Wire, blocks_of, decoded
+from diloco.wires.wire import PIECE, BlockWriter, MalformedBlockError, NotFiniteError, Wire, blocks_of, decoded
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,9 @@ class ShardInput:
 
 
 class BadInputError(Exception):
-    """An input does not match its digests, or is not finite. The caller reads the input again, or computes the mean
-    without it.
+    """An input does not match its digests, is malformed, or is not finite.
+
+    The caller reads the input again, or computes the mean without it.
 
     Args:
         rank: the rank of the contribution.
@@ -55,8 +60,18 @@ class BlockFormat:
     """The encoding of the mean."""
     proof: Proof
     """The kind of digests."""
+    clips: bool = False
+    """True if inputs that are much larger than the others are scaled down."""
 
 
+LEAST_INPUTS = 3
+"""The least number of inputs that are compared. With two, nothing shows which of them is wrong."""
+MOST_MEDIANS = 3.0
+"""An input whose norm is more than this number of medians is scaled down to the median.
+
+Replicas that train on equal terms differ by less than a third. A replica that makes a fifth of the steps of another one
+differs by a factor of up to five. To be scaled down does little harm to such a replica, because its direction counts.
+"""
 Write: TypeAlias = Callable[[memoryview], object]
 
 
@@ -64,12 +79,21 @@ class Reduce(Protocol):
     """The signature of `weighted_mean`."""
 
     def __call__(
-        self, inputs: Sequence[ShardInput], out: memoryview, blocks: BlockFormat, write: Write | None = None
+        self,
+        inputs: Sequence[ShardInput],
+        out: memoryview,
+        blocks: BlockFormat,
+        write: Write | None = None,
+        clipped: set[int] | None = None,
     ) -> tuple[str, ...]: ...
 
 
 def weighted_mean(
-    inputs: Sequence[ShardInput], out: memoryview, blocks: BlockFormat, write: Write | None = None
+    inputs: Sequence[ShardInput],
+    out: memoryview,
+    blocks: BlockFormat,
+    write: Write | None = None,
+    clipped: set[int] | None = None,
 ) -> tuple[str, ...]:
     """Write the encoded mean of the inputs to `out`, and return the digest of each of its blocks.
 
@@ -81,6 +105,7 @@ def weighted_mean(
         blocks: the format of the range.
         write: called with each block of the mean, in order. `out` is then memory for one block. None: `out` is memory
             for the whole mean.
+        clipped: the ranks that were scaled down in a block are added to this set. None: they are not reported.
 
     Raises:
         BadInputError: an input must be left out. The content of `out`, and of an input in the same memory, is then
@@ -101,6 +126,12 @@ def weighted_mean(
         sources = [source.data[block.start : block.end] for source in inputs]
         if blocks.proof.copies:
             sources = [memoryview(bytes(source)) for source in sources]
+        scaled = weights
+        if blocks.clips:
+            factors = clip_factors(wire, inputs, sources, n)
+            scaled = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+            if clipped is not None:
+                clipped.update(of.rank for of, factor in zip(inputs, factors, strict=True) if factor < 1)
         hashes = [blocks.proof.hash() for _ in sources]
         for source, digest in zip(sources, hashes, strict=True):
             digest.update(source[: wire.span(n, 0, n).start])
@@ -109,9 +140,13 @@ def weighted_mean(
             span, a, p = wire.span(n, start, end), acc[: end - start], product[: end - start]
             if not inputs:
                 a.fill(0.0)
-            for position, (source, weight, digest) in enumerate(zip(sources, weights, hashes, strict=True)):
+            for position, (source, weight, digest) in enumerate(zip(sources, scaled, hashes, strict=True)):
                 digest.update(source[span])
-                wire.accumulate(source, n, start, weight, a, p, first=position == 0)
+                try:
+                    wire.accumulate(source, n, start, weight, a, p, first=position == 0)
+                except MalformedBlockError as error:
+                    # The sum is incomplete, and the digest would not change that. So leave the rest of the block.
+                    raise BadInputError(inputs[position].rank, str(error)) from None
             try:
                 writer.write(a, start)
             except NotFiniteError:
@@ -125,6 +160,50 @@ def weighted_mean(
         if write is not None:
             write(place)
     return tuple(digests)
+
+
+def clip_factors(wire: Wire, inputs: Sequence[ShardInput], sources: Sequence[memoryview], n: int) -> list[np.float32]:
+    """Return a factor from 0 to 1 for each input of one block.
+
+    An input whose norm is above `MOST_MEDIANS` times the median is scaled down to the median. If the number of norms is
+    even, the median is the lower one of the two in the middle, so that half of the inputs cannot raise it. Factors are
+    rounded down to bfloat16. Sums of squares are float64 in a fixed order, so all processors find the same factors.
+
+    Args:
+        wire: the encoding of the inputs.
+        inputs: the inputs, for their ranks.
+        sources: the block of each input.
+        n: the number of values of the block.
+
+    Raises:
+        BadInputError: an input is malformed.
+    """
+    one = np.float32(1)
+    if len(inputs) < LEAST_INPUTS:
+        return [one] * len(inputs)
+    squares = []
+    for source, block in zip(inputs, sources, strict=True):
+        total = 0.0
+        try:
+            for _, values in decoded(wire, [block], n, n):
+                total += float(np.square(values, dtype=np.float64).sum())
+        except MalformedBlockError as error:
+            raise BadInputError(source.rank, str(error)) from None
+        squares.append(total if math.isfinite(total) else math.inf)
+    median = sorted(squares)[(len(squares) - 1) // 2]
+    # If most replicas sent nothing but zeros, for example because their parameters are frozen, nothing is compared.
+    if not 0 < median < math.inf:
+        return [one] * len(inputs)
+    most = MOST_MEDIANS**2 * median
+    # The reduction refuses an input that is not finite, so such an input needs no factor.
+    return [_rounded_down(math.sqrt(median / s)) if most < s < math.inf else one for s in squares]
+
+
+def _rounded_down(factor: float) -> np.float32:
+    """Return the next bfloat16 toward zero."""
+    bits = np.float32(factor).view(np.uint32) & np.uint32(0xFFFF0000)
+    rounded: np.float32 = bits.view(np.float32)
+    return rounded
 
 
 def is_mean(data: memoryview, blocks: BlockFormat, digests: Sequence[str] | None) -> bool:

@@ -286,7 +286,7 @@ class RoundRunner:
         self._members.seal = seal
         self.replayer.position, self.account.pending = entry.index + 1, None
         self.entry = None
-        if entry.published:
+        if entry.published and entry.layout.stores_mean:  # otherwise a replica that is behind computes the mean from it
             self._store.remove(self._keys.contribution(entry.index, self._me.rank))
         self._check_next_seal(entry)
         # The next contribution reports how far apart replicas arrive. So the wait counts only after a phase that all
@@ -339,6 +339,7 @@ class RoundRunner:
             ended=ended,
             busy_s=self._context.clock() - (entry.started_s if entry.busy_from_s is None else entry.busy_from_s),
             wire_error=applied.wire_error,
+            clipped=tuple(sorted({*seal.clipped, *entry.clipped})),
         )
 
     # -- the result --------------------------------------------------------------------------------------------------

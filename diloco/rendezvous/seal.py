@@ -439,8 +439,9 @@ class Sealer:
         Return False if a contribution turned out to be bad, so that the caller decides again.
         """
         mean: memoryview | None = None
+        clipped: set[int] = set()
         if entry.layout.is_small:
-            mean = self._small_mean(entry, good)
+            mean = self._small_mean(entry, good, clipped)
             if mean is None:
                 return False
         members = {
@@ -452,15 +453,23 @@ class Sealer:
         phase_s, same = max(head.phase_s for head in heads.values()), groups_of_same_work(heads)
         stops = tuple(rank for rank, head in sorted(heads.items()) if head.stop)
         wire = entry.layout.mean_wire.name
-        seal = Seal(members, anchor, 0, mean or b"", phase_s=phase_s, same=same, wire=wire, stops=stops)
+        seal = Seal(
+            members, anchor, 0, mean or b"", phase_s=phase_s, same=same, wire=wire, stops=stops,
+            clipped=tuple(sorted(clipped)),
+        )  # fmt: skip
         if mean is None and seal.inputs:
             seal = replace(seal, shards=entry.layout.n_shards(len(seal.owners)))
         key = self._context.keys.seal(entry.index)
         self._store.create(key, seal.data(key, self._context.proof))
         return True
 
-    def _small_mean(self, entry: EntryState, good: set[int]) -> memoryview | None:
-        """Return the mean of small contributions. None: a contribution is bad, and is now marked as bad."""
+    def _small_mean(self, entry: EntryState, good: set[int], clipped: set[int]) -> memoryview | None:
+        """Return the mean of small contributions. None: a contribution is bad, and is now marked as bad.
+
+        Args:
+            good: the ranks of the contributions.
+            clipped: the ranks whose contribution was scaled down are added to this set.
+        """
         began, heads = self._context.clock(), {rank: entry.seen[rank][0] for rank in sorted(good)}
         inputs = [
             ShardInput(rank, head.weight, entry.payloads[rank], head.blocks)
@@ -473,7 +482,7 @@ class Sealer:
         out = np.empty(layout.mean_bytes, np.uint8).data
         blocks = layout.blocks(layout.n_elements, self._context.proof)
         try:
-            self._context.reduce(inputs, out, blocks)
+            self._context.reduce(inputs, out, blocks, clipped=clipped)
         except BadInputError as bad:
             entry.misread[bad.rank] = READ_TRIES
             return None

@@ -27,10 +27,10 @@ from diloco.rendezvous.envelope import (
     unframe,
     unproven_fields,
 )
-from diloco.rendezvous.frames import READ_TRIES, MeanHead, Seal, head_bytes
+from diloco.rendezvous.frames import READ_TRIES, Contribution, MeanHead, Seal, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.phase import RoundPlan
-from diloco.rendezvous.reduction import BlockFormat, is_mean
+from diloco.rendezvous.reduction import BadInputError, BlockFormat, ShardInput, is_mean, weighted_mean
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Layout, Limits
 from diloco.rendezvous.snapshot import SnapshotPointer, decode_part, digest_of, encode_part, get_parts
@@ -114,6 +114,8 @@ class StoredAgreement:
     """
     outer_optimizer: str | None
     """The name of the user's own outer optimizer. None: the run has the built-in one."""
+    clips: bool = False
+    """True if means scale down contributions that are much larger than the others."""
     unshared: dict[str, UnsharedEntry] = field(default_factory=dict)
 
     @classmethod
@@ -157,6 +159,7 @@ class StoredAgreement:
                 inner_steps=inner_steps,
                 total_steps=None if total is None else _whole(total, 1, MOST_STEPS),
                 outer_optimizer=str(agreement["outer_optimizer"])[:200] if is_given else None,
+                clips=agreement.get("robust") == "clip",
                 unshared=unshared,
             )
             if any(n > size for n, size in zip(stepped, agreed.sizes, strict=True)) or 0 in agreed.sizes:
@@ -311,6 +314,9 @@ class StoredRoundLog:
                 found = Seal.parse(data, key, self._proof, size_bytes=size_bytes, wire=wire)
                 if not found.inputs:
                     return found, []
+                if not layout.stores_mean:
+                    mean = self._computed(entry, layout, found)
+                    return None if mean is None else (found, [mean])
                 if found.shards:
                     shards = [self._shard(entry, layout, shard, found.shards) for shard in range(found.shards)]
                     whole = [shard for shard in shards if shard is not None]
@@ -319,6 +325,33 @@ class StoredRoundLog:
                     return found, [memoryview(found.mean)]
             self._store.record_misread(key, data)
         return None
+
+    def _computed(self, entry: int, layout: Layout, seal: Seal) -> memoryview | None:
+        """Return a mean that is not stored, computed from the contributions. None: one is missing or damaged."""
+        key = self._keys.mean(entry, 0)
+        data = self._store.peek(key)
+        if data is None:
+            return None
+        inputs: list[ShardInput] = []
+        try:
+            head = MeanHead.parse(data, key, self._proof, wire=layout.mean_wire.name)
+            for rank, member in seal.inputs.items():
+                if rank in head.left_out:
+                    continue
+                of_rank = self._keys.contribution(entry, rank)
+                if (sent := self._store.peek(of_rank)) is None:
+                    return None
+                contribution, digest = Contribution.parse(sent, of_rank, self._proof)
+                payload = sent[layout.head_bytes :]
+                fits = digest == member.digest and len(contribution.blocks) == layout.n_blocks
+                if not fits or len(payload) != layout.size_bytes:
+                    return None
+                inputs.append(ShardInput(rank, member.weight, payload, contribution.blocks))
+            out = memoryview(bytearray(layout.mean_bytes))
+            digests = weighted_mean(inputs, out, self._blocks(layout, layout.n_elements))
+        except (BadRecordError, BadInputError):
+            return None
+        return out if digests == head.blocks else None
 
     def unshared_rounds(self) -> list[int]:
         """Return the rounds after which a replica stored its unshared tensors, the newest first."""
@@ -360,7 +393,7 @@ class StoredRoundLog:
     def _layouts(self) -> tuple[Layout, ...]:
         agreed = self.agreed
         wires = wire_named(agreed.wire), wire_named(agreed.mean_wire)
-        return tuple(Layout(size, self._limits, *wires) for size in agreed.sizes)
+        return tuple(Layout(size, self._limits, *wires, agreed.clips) for size in agreed.sizes)
 
     def _blocks(self, layout: Layout, n_elements: int) -> BlockFormat:
         """Return the format of a range of whole blocks."""

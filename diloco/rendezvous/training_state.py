@@ -82,7 +82,10 @@ class ApplyStats:
     mean_norm: float | None = None
     """The norm of the mean. None: there was no mean."""
     wire_error: float | None = None
-    """The share of the held work that the wire lost by rounding. None: not known, or no work was counted."""
+    """The share of the work that was not sent: the wire has rounded it off, or leaves it to later contributions.
+
+    None: not known, or no work was counted.
+    """
 
 
 class TrainingState(Protocol):
@@ -97,6 +100,8 @@ class TrainingState(Protocol):
     """The encoding of contributions."""
     mean_wire: Wire
     """The encoding of means."""
+    clips: bool
+    """True if a mean scales down contributions that are much larger than the others."""
     keeps_later_work: bool
     """True if steps that were made after the work was held stay in the live parameters when the held work is counted.
     """
@@ -213,7 +218,7 @@ class TrainingState(Protocol):
 
 
 ARGUMENTS = (
-    *("round_seconds", "inner_steps", "total_steps", "total_rounds", "fragments", "wire", "mean_wire"),
+    *("round_seconds", "inner_steps", "total_steps", "total_rounds", "fragments", "wire", "mean_wire", "robust"),
     *("outer_optimizer", "outer_lr", "outer_momentum", "momentum_warmup", "final_average", "snapshot_every"),
 )
 """The arguments of `DiLoCo` that all replicas share, in the order in which an error names them."""

@@ -15,6 +15,9 @@ class Bf16:
     name = "bf16"
     is_exact = False
     is_relative = True
+    is_sparse = False
+    keeps = 1.0
+    live = 1.0
 
     def size(self, n: int) -> int:
         return 2 * n

@@ -13,6 +13,9 @@ class Fp32:
     name = "fp32"
     is_exact = True
     is_relative = True
+    is_sparse = False
+    keeps = 1.0
+    live = 1.0
 
     def size(self, n: int) -> int:
         return 4 * n

@@ -32,6 +32,9 @@ class GroupedWire(ABC):
     align: ClassVar[int] = 4
     is_exact: ClassVar[bool] = False
     is_relative: ClassVar[bool] = False
+    is_sparse: ClassVar[bool] = False
+    keeps: ClassVar[float] = 1.0
+    live: ClassVar[float] = 1.0
 
     @abstractmethod
     def _bytes(self, n: int) -> int:

@@ -45,6 +45,10 @@ class NotFiniteError(ValueError):
     """A value is not finite, or is too large for the wire."""
 
 
+class MalformedBlockError(ValueError):
+    """The bytes of a block are not what an encoder may write. The message is the end of a sentence about the block."""
+
+
 class Wire(Protocol):
     """One format of float32 values as bytes. The callers go through a block of n values in pieces, in order."""
 
@@ -61,6 +65,24 @@ class Wire(Protocol):
         """True if rounding errors are relative to each value.
 
         False: they are relative to the largest value of a group.
+        """
+
+    @property
+    def is_sparse(self) -> bool:
+        """True if only some values are sent, and the others are meant to come with later contributions.
+
+        Such a wire cannot encode means, because a mean has no later one.
+        """
+
+    @property
+    def keeps(self) -> float:
+        """The share of the work that was not sent which a sender keeps. It gives up the remainder in each round."""
+
+    @property
+    def live(self) -> float:
+        """The share of the kept rest that stays in the live parameters.
+
+        The remainder waits in a buffer, and training does not see it.
         """
 
     def size(self, n: int) -> int:

@@ -51,8 +51,11 @@ LATENCY = "Duration of one request, as in 0.05 or 50ms. Replaces the measurement
 STEPS = "Inner steps of the whole run, for the sums. Default: 1000."
 PRICE = "Prices in US dollars: put=5,get=0.4 per million requests, egress=0.09 per GB. Default: a table of services."
 GPU = "The replicas have a GPU, so copies of parameters are as fast as its memory. Any GPU name has the same effect."
-WIRE = "The wire: fp32, bf16, int8 or int4. Default: int8, or int4 if it at least halves inner_steps."
-MEAN_WIRE = "The wire of the means. Default: the one that DiLoCo uses."
+WIRE = (
+    "The wire: fp32, bf16, int8, int4 or top8. Default: int8, or int4 if it at least halves inner_steps. If steps wait "
+    "with both, top8 for at least 60 rounds of up to 20 steps."
+)
+MEAN_WIRE = "The wire of the means: fp32, bf16, int8, int4 or each. Default: the one that DiLoCo uses."
 INNER_STEPS = "Fix the number of steps between two rounds. Default: planned."
 FRAGMENTS = "Fix the number of fragments. Default: planned."
 OVERLAP_STEPS = "Fix the number of steps that train during a round. Default: planned."

@@ -135,6 +135,8 @@ class Round(Record):
     """The part of the contribution that is rounding error of the wire. None if it was not measured."""
     same: tuple[int, ...] = checked(list_of(RANK), ())
     """The ranks that sent the same work as this replica, with its own rank. They train on the same data."""
+    clipped: tuple[int, ...] = checked(list_of(RANK), ())
+    """The ranks whose work was scaled down in the mean, because it was much larger than the others' work."""
 
     @property
     def round_s(self) -> float:

@@ -46,7 +46,7 @@ BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("O1", "O2"): outer_step.outer_step,
     ("W1",): beside.lost,
     ("W2",): beside.steps,
-    ("W3", "W4", "W5"): wires.wires,
+    ("W3", "W4", "W5", "W11"): wires.wires,
     ("W6",): loss_of_wires.loss_of_wires,
     ("W7",): beside.planned,
     ("W8",): beside.signed,

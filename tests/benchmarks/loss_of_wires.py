@@ -18,6 +18,8 @@ INNER_STEPS = (10, 20)
 GOALS = {
     "int8": 0.3,
     "int4": 0.5,
+    "top8": 1.0,
+    "top8, each": 1.0,
     "carry, overlap H/5": 0.5,
     "carry, overlap H/2": 2.5,
     "carry, fragments": 1.0,

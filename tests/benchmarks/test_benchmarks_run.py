@@ -45,6 +45,7 @@ PEERS = {
     "W5": "fp32",
     "W7": None,
     "W10": None,
+    "W11": "int8",
 }
 Found = dict[str, list[dict[str, Any]]]
 pytestmark = pytest.mark.timeout(300)

@@ -18,26 +18,26 @@ from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.round import Limits
 from diloco.testing import run_replicas
 from diloco.wires import WIRES
-from diloco.wires.wire import BLOCK_ELEMENTS, PIECE, Wire, blocks_of
+from diloco.wires.wire import BLOCK_ELEMENTS, PIECE, Wire, blocks_of, decoded
 
 
 def time_wires(n_elements: int, repetitions: int) -> dict[str, dict[str, list[float]]]:
-    """Time packing (W3) and adding (W4) for each wire, in turn; the first round is not counted."""
+    """Time packing (W3), adding (W4) and decoding for each wire, in turn; the first round is not counted."""
     torch.set_num_threads(1)
-    samples: dict[str, dict[str, list[float]]] = {"W3": {}, "W4": {}}
+    samples: dict[str, dict[str, list[float]]] = {"W3": {}, "W4": {}, "decode": {}}
     tasks = {name: _tasks(wire, n_elements) for name, wire in WIRES.items()}
     with torch.no_grad():
         for _ in range(repetitions + 1):
-            for name, both in tasks.items():
-                for what, act in zip(samples, both, strict=True):
+            for name, acts in tasks.items():
+                for what, act in zip(samples, acts, strict=True):
                     began = time.perf_counter()
                     act()
                     samples[what].setdefault(name, []).append(time.perf_counter() - began)
     return {what: {name: taken[1:] for name, taken in each.items()} for what, each in samples.items()}
 
 
-def _tasks(wire: Wire, n_elements: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return two functions: one packs a model as a sender does, and the other adds such a payload as a reducer does."""
+def _tasks(wire: Wire, n_elements: int) -> tuple[Callable[[], object], ...]:
+    """Return functions that pack a model as a sender does, add one such payload as a reducer does, and decode it."""
     model = flat(n_elements)
     (fragment,) = plan_fragments(model, 1, sync_buffers=False)
     anchor = model.get_parameter("flat").detach() + 0.01 * torch.randn(n_elements)
@@ -57,10 +57,14 @@ def _tasks(wire: Wire, n_elements: int) -> tuple[Callable[[], object], Callable[
                 digest.update(data[wire.span(block.n, start, end)])
                 wire.accumulate(data, block.n, start, np.float32(0.25), a, p, first=False)
 
+    def read() -> None:
+        for _ in decoded(wire, [sent], n_elements, BLOCK_ELEMENTS):
+            pass
+
     with torch.no_grad():
         packed(payload.extend)
     sent = memoryview(payload)
-    return lambda: packed(len), added
+    return lambda: packed(len), added, read
 
 
 def bytes_of_a_round(n_elements: int, block_elements: int, rounds: int) -> dict[str, list[float]]:
@@ -71,6 +75,8 @@ def bytes_of_a_round(n_elements: int, block_elements: int, rounds: int) -> dict[
         "bf16, means too": {"wire": "bf16"},
         "int8, means too": {"wire": "int8"},
         "int4, means int8": {"wire": "int4"},
+        "top8, means int4": {"wire": "top8"},
+        "top8, each": {"wire": "top8", "mean_wire": "each"},
     }
 
     def moved(options: Mapping[str, Any], where: Mapping[str, Any]) -> list[int]:

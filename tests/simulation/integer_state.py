@@ -14,7 +14,7 @@ from xxhash import xxh3_128_hexdigest
 from diloco.rendezvous.envelope import UNSIGNED, Proof
 from diloco.rendezvous.frames import digests_of
 from diloco.rendezvous.training_state import ApplyStats, PackedWork, Verdict
-from diloco.wires import FP32
+from diloco.wires import EACH, FP32
 from diloco.wires.wire import Floats, Wire, blocks_of, decoded
 
 
@@ -24,7 +24,16 @@ class Multiples:
     is_exact = False
     is_relative = False
 
-    def __init__(self, unit: float, dtype: npt.DTypeLike, to_whole: Callable[[Floats], Floats]) -> None:
+    def __init__(
+        self,
+        unit: float,
+        dtype: npt.DTypeLike,
+        to_whole: Callable[[Floats], Floats],
+        *,
+        keeps: float = 1.0,
+        live: float = 1.0,
+    ) -> None:
+        self.is_sparse, self.keeps, self.live = live < 1, keeps, live
         self.name = f"multiples of {unit}"
         self._unit, self._dtype, self._to_whole = np.float32(unit), np.dtype(dtype), to_whole
 
@@ -62,13 +71,36 @@ def whole(values: Floats) -> Floats:
     return cut
 
 
-WIRES: dict[bool, tuple[Wire, Wire]] = {
-    False: (FP32, FP32),
-    True: (Multiples(4, np.int16, whole), Multiples(1 / 1024, np.int32, np.rint)),
+def half(values: Floats) -> Floats:
+    """Return half of the values, rounded up to a whole number of units."""
+    units: Floats = np.floor((values + 1) / 2 + np.float32(1e-3))
+    return units
+
+
+MEANS = Multiples(1 / 1024, np.int32, np.rint)
+WIRES: dict[str, tuple[Wire, Wire]] = {
+    "exact": (FP32, FP32),
+    "lossy": (Multiples(4, np.int16, whole), MEANS),
+    "sparse": (Multiples(1, np.int16, half, keeps=0.5, live=0.25), MEANS),
+    "each": (FP32, EACH),
+    "sparse, each": (Multiples(1, np.int16, half, keeps=0.5, live=0.25), EACH),
 }
-"""The wires of contributions and of means, without and with rounding."""
-MOST_LEFT = {False: 0, True: 3}
-"""The largest number of units of work that a process keeps when it has sent everything, without and with rounding."""
+"""The wires of contributions and of means. The sparse one sends a unit in two, and holds the rest in two places.
+
+With `each`, means are not stored, and every replica computes them.
+"""
+
+
+def most_left(wires: str, done: float) -> float:
+    """Return the largest amount of work that a process keeps when it has sent everything.
+
+    Args:
+        wires: the key of the wires.
+        done: the steps that the process has made.
+    """
+    return 0 if wires in ("exact", "each") else 3 if wires == "lossy" else 3 + done
+
+
 SLOTS = 12
 """The number of processes in a schedule. Each has one float of a fragment for its work, so a fragment has 3 blocks."""
 BLOCK_ELEMENTS = 4
@@ -96,19 +128,24 @@ class IntegerState:
     """A `TrainingState` of whole numbers. Each process adds 1 to its own slot at each step."""
 
     carries = True
+    clips = False
     proof: Proof = UNSIGNED
 
     def __init__(
-        self, n_fragments: int, slot: int, seed: int, *, is_lossy: bool = False, keeps_later_work: bool = False
+        self, n_fragments: int, slot: int, seed: int, *, wires: str = "exact", keeps_later_work: bool = False
     ) -> None:
         rng = np.random.default_rng(seed)
         self.anchor = [rng.integers(-9, 9, SLOTS).astype(np.float32) for _ in range(n_fragments)]
         self.momentum = [np.zeros(SLOTS, np.float32) for _ in range(n_fragments)]
         self.undone = [np.zeros(SLOTS, np.float32) for _ in range(n_fragments)]
         """By fragment, the live work, as distances from the anchor."""
+        self.waiting = [np.zeros(SLOTS, np.float32) for _ in range(n_fragments)]
+        """By fragment, the work that a sparse wire has not sent, as far as it is not in the live work."""
+        self.given_up = [np.zeros(SLOTS, np.float32) for _ in range(n_fragments)]
+        """By fragment, the work that was given up because a sparse wire has not sent it."""
         self.held = [HeldValues() for _ in range(n_fragments)]
         self.slot, self.done, self.dropped = slot, 0, False
-        self.wire, self.mean_wire = WIRES[is_lossy]
+        self.wire, self.mean_wire = WIRES[wires]
         self.keeps_later_work = keeps_later_work
         self.trains_on = False
         """True if steps are made between holding and merging."""
@@ -174,7 +211,7 @@ class IntegerState:
     ) -> PackedWork:
         held = self.held[entry % len(self.anchor)].of("the rounds")
         work = self.undone[entry % len(self.anchor)] if held.values is None else held.values
-        payload, work = self._payload, work.copy()
+        payload, work = self._payload, work + self.waiting[entry % len(self.anchor)]
         for number, block in enumerate(blocks_of(self.wire, SLOTS, BLOCK_ELEMENTS)):
             values = work[number * BLOCK_ELEMENTS :][: block.n]
             self.wire.encode(values, payload[block.start : block.end], block.n, 0)
@@ -196,20 +233,33 @@ class IntegerState:
         if self._keeps(verdict) or (partly and verdict is Verdict.KEPT):
             pass
         elif verdict is Verdict.COUNTED:
-            counted = work if self.wire.is_exact or packed is None else values_of(self.wire, [packed.kept])
-            held.ops.append(("take", counted))
+            all_work = work + self.waiting[f]
+            counted = all_work if self.wire.is_exact or packed is None else values_of(self.wire, [packed.kept])
+            self.dropped = self.dropped or (self.wire.is_sparse and packed is None)
+            lost, keeps, live = all_work - counted, np.float32(self.wire.keeps), np.float32(self.wire.live)
+            self.given_up[f] += lost - keeps * lost
+            self.waiting[f] = (1 - live) * keeps * lost
+            back = live * keeps * lost
+            held.ops.append(("take", work - back))
             if not (partly or self.keeps_later_work):
-                held.ops.append(("only" if self.trains_on else "all", work - counted))
+                held.ops.append(("only" if self.trains_on else "all", back))
         elif partly:
             held.ops.append(("take", work))
+            self._drop_waiting(f)
             self.dropped = self.dropped or bool(work.any())
         else:
             held.ops.append(("only", ZEROS))
+            self._drop_waiting(f)
         if self.is_final(entry):
             held.ops.append(("only", ZEROS))
+            self._drop_waiting(f)
         self.replay(entry, mean)
         held.owner, held.values = "the training", None
         return ApplyStats()
+
+    def _drop_waiting(self, fragment: int) -> None:
+        self.dropped = self.dropped or bool(self.waiting[fragment].any())
+        self.waiting[fragment] = np.zeros(SLOTS, np.float32)
 
     def _keeps(self, verdict: Verdict | None) -> bool:
         return verdict is None or (verdict is Verdict.KEPT and self.carries)
@@ -229,6 +279,7 @@ class IntegerState:
         self.dropped = self.dropped or Verdict.COUNTED in verdicts
         for f, (held, verdict) in enumerate(zip(self.held, verdicts, strict=True)):
             if not self._keeps(verdict):
+                self._drop_waiting(f)
                 is_part = f == partly and held.values is not None
                 held.ops.append(("take", held.values) if is_part and held.values is not None else ("only", ZEROS))
             if verdict is not None:
@@ -237,16 +288,18 @@ class IntegerState:
     # -- while only one of the two sides works -------------------------------------------------------------------------
 
     def progress(self) -> Any:
-        return deepcopy(self.undone)
+        return [undone + waiting for undone, waiting in zip(self.undone, self.waiting, strict=True)]
 
     def resume(self, progress: Any, verdicts: Sequence[Verdict | None] = ()) -> None:
         verdicts = verdicts or [None] * len(self.undone)
         self.dropped = self.dropped or Verdict.COUNTED in verdicts
-        for undone, value, verdict in zip(self.undone, progress or [ZEROS] * len(self.undone), verdicts, strict=True):
-            undone[:] = value
+        live = np.float32(self.wire.live)
+        for f, (value, verdict) in enumerate(zip(progress or [ZEROS] * len(self.undone), verdicts, strict=True)):
+            self.undone[f][:], self.waiting[f] = live * value, (1 - live) * value
             if not self._keeps(verdict):
-                self.dropped = self.dropped or bool(undone.any())
-                undone[:] = 0.0
+                self.dropped = self.dropped or bool(value.any())
+                self.undone[f][:] = 0.0
+                self.waiting[f] = np.zeros(SLOTS, np.float32)
 
 
 def values_of(wire: Wire, ranges: Sequence[memoryview]) -> Floats:

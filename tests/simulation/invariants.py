@@ -24,10 +24,11 @@ from diloco.rendezvous.envelope import UNSIGNED, Proof
 from diloco.rendezvous.frames import Contribution, MeanHead, Seal, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
+from diloco.rendezvous.reduction import ShardInput, weighted_mean
 from diloco.rendezvous.round import MOST_PAUSE_S, Layout, Limits, RoundReport
 from diloco.rendezvous.snapshot import SnapshotPointer, decode_part
 from diloco.wires.wire import Floats
-from simulation.integer_state import BLOCK_ELEMENTS, MOST_LEFT, SLOTS, WIRES, IntegerState, step, values_of
+from simulation.integer_state import BLOCK_ELEMENTS, SLOTS, WIRES, IntegerState, most_left, step, values_of
 from simulation.scenario import Scenario
 from simulation.world import SimulatedStore, World
 
@@ -88,7 +89,7 @@ class Invariants:
 
     @property
     def layout(self) -> Layout:
-        return Layout(SLOTS, Limits(block_elements=BLOCK_ELEMENTS), *WIRES[self.scenario.is_lossy])
+        return Layout(SLOTS, Limits(block_elements=BLOCK_ELEMENTS), *WIRES[self.scenario.wires])
 
     @property
     def states(self) -> list[IntegerState]:
@@ -100,9 +101,9 @@ class Invariants:
         Contributions are weighed by this number.
         """
         slot = process.slot % SLOTS
-        units = [int(undone[slot]) for undone in process.state.undone]
+        units = [int(undone[slot] + 1e-3) for undone in process.state.undone]
         if any(
-            not 0 <= unit - made <= MOST_LEFT[self.scenario.is_lossy]
+            not 0 <= unit - made <= most_left(self.scenario.wires, process.state.done)
             for unit, made in zip(units, phase.uncounted_steps, strict=True)
         ):
             raise Violation(f"{process.name} has {units} uncounted steps and believes in {phase.uncounted_steps}")
@@ -229,6 +230,8 @@ class Invariants:
         if not seal.shards:
             return values_of(self.layout.mean_wire, [memoryview(seal.mean)]), [set() for _ in range(SLOTS)]
         values, left_out = [], []
+        if not self.layout.stores_mean:
+            return self._computed_mean(entry, seal)
         for shard in range(seal.shards):
             part = self.layout.shard(shard, seal.shards)
             key = self.keys.mean(entry, shard)
@@ -236,6 +239,21 @@ class Invariants:
             values.append(memoryview(data)[head_bytes(part.end_block - part.first_block) :])
             left_out += [set(MeanHead.parse(data, key, self.proof).left_out)] * part.n_elements
         return values_of(self.layout.mean_wire, values), left_out
+
+    def _computed_mean(self, entry: int, seal: Seal) -> tuple[Floats, list[set[int]]]:
+        """Compute a mean that is not stored from the sealed contributions that its head counts."""
+        key = self.keys.mean(entry, 0)
+        head = MeanHead.parse(self.store.ever[key][0], key, self.proof)
+        inputs = []
+        for rank, member in seal.inputs.items():
+            if rank not in head.left_out:
+                contribution, data = self.sealed_bytes(entry, rank, seal)
+                inputs.append(ShardInput(rank, member.weight, data[self.layout.head_bytes :], contribution.blocks))
+        out = memoryview(bytearray(self.layout.mean_bytes))
+        digests = weighted_mean(inputs, out, self.layout.blocks(SLOTS, self.proof))
+        if digests != head.blocks:
+            raise Violation(f"entry {entry}: the stored head of the mean does not have the digests of its inputs")
+        return np.frombuffer(out, np.float32), [{*head.left_out} for _ in range(SLOTS)]
 
     def _check_end(self) -> None:
         """Check I14 when all processes have ended."""
@@ -304,8 +322,9 @@ class Invariants:
                     )
         for slot, state in self.clean.items():
             for fragment, units in enumerate(counted):
-                total = units[slot] + state.undone[fragment][slot]
-                is_fine = total == state.done or state.dropped or self.processes[slot].left_out_of_phase
+                total = units[slot] + state.undone[fragment][slot] + state.waiting[fragment][slot]
+                total += state.given_up[fragment][slot]
+                is_fine = abs(total - state.done) < 1e-3 or state.dropped or self.processes[slot].left_out_of_phase
                 if not is_fine and slot not in spoilt:
                     raise Violation(f"I3: {total} of {state.done} units of process {slot} are accounted for")
 
@@ -337,7 +356,7 @@ class Invariants:
                     raise Violation(f"entry {entry}: rank {rank} was left out, and what it sent is fine")
             total = sum(seal.replicas[rank].weight for rank in members)
             expected = sum(sent[rank][1][slot] * seal.replicas[rank].weight for rank in members) / (total or 1.0)
-            rounding = 1e-4 * max(1.0, abs(expected)) + 2 / 1024 * self.scenario.is_lossy
+            rounding = 1e-4 * max(1.0, abs(expected)) + 2 / 1024 * (self.scenario.wires != "exact")
             if mean.size and abs(mean[slot] - expected) > rounding:
                 raise Violation(f"entry {entry}: the mean of slot {slot} is {mean[slot]}, of the sealed {expected}")
             counted[slot] += sum(sent[rank][1][slot] for rank in members)
@@ -350,7 +369,7 @@ class Invariants:
             share = head.steps if is_clocked else min(1.0, head.steps / self.steps.inner_steps)
             expected *= share if payload.size else 0.0
             is_known = not (is_clocked and self.processes[int(nonce[5:])].is_restored)
-            if is_known and abs(payload.sum() - head.steps) > MOST_LEFT[self.scenario.is_lossy]:
+            if is_known and abs(payload.sum() - head.steps) > most_left(self.scenario.wires, head.steps):
                 raise Violation(f"rank {rank} sent {payload.sum()} units and calls them {head.steps} steps")
         if abs(head.weight - expected) > 1e-6:
             raise Violation(f"rank {rank} sent {head.steps} steps with a weight of {head.weight}, not {expected}")
@@ -373,12 +392,17 @@ class Invariants:
         return seals
 
     def sealed_contribution(self, entry: int, rank: int, seal: Seal) -> tuple[Contribution, Floats]:
+        head, data = self.sealed_bytes(entry, rank, seal)
+        payload = data[self.layout.head_bytes :]
+        return head, values_of(self.layout.wire, [payload]) if payload else np.zeros(0, np.float32)
+
+    def sealed_bytes(self, entry: int, rank: int, seal: Seal) -> tuple[Contribution, memoryview]:
+        """Return the head of a sealed contribution, and the whole object as it was created."""
         key = self.keys.contribution(entry, rank)
         for value in self.store.ever[key]:
             head, digest = Contribution.parse(value, key, self.proof)
             if digest == seal.replicas[rank].digest:
-                payload = memoryview(value)[self.layout.head_bytes :]
-                return head, values_of(self.layout.wire, [payload]) if payload else np.zeros(0, np.float32)
+                return head, memoryview(value)
         raise Violation(f"entry {entry}: the sealed contribution of rank {rank} was never stored")
 
 

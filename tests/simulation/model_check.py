@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.fragments import plan_fragments
+from diloco.live_parameters import WaitingRest
 from diloco.model_state import ModelState
 from diloco.outer_optimizer import NesterovSGD
 from diloco.rendezvous.training_state import ApplyStats, PackedWork, Verdict
@@ -76,6 +77,8 @@ class CheckedModelState(IntegerState):
         settings = DiLoCoSettings.of(given, n_fragments=len(fragments), world_size=1, rank=0)
         self.real = ImitatingModelState(model, fragments, settings, block_elements=BLOCK_ELEMENTS)
         self.real.wire, self.real.mean_wire, self.real._is_final = self.wire, self.mean_wire, is_final  # type: ignore[assignment]
+        for part, held in zip(fragments, self.real._held, strict=True):
+            held.rest = WaitingRest(part, self.wire) if self.wire.is_sparse else None
         self.real.anchor.outer = [
             ImitatingOptimizer(f, a, settings.schedule) for f, a in zip(fragments, self.real.anchors, strict=True)
         ]
@@ -88,6 +91,11 @@ class CheckedModelState(IntegerState):
         for f, (live, anchor, undone) in enumerate(zip(self.live, self.anchor, self.undone, strict=True)):
             found = anchor - live.detach().numpy()
             assert np.allclose(found, undone, atol=0.01), f"V10: {when} fragment {f} has {found}, not {undone}"
+            if (rest := self.real._held[f].rest) is not None and self.held[f].owner == "the training":
+                found, waiting = rest.values.numpy(), self.waiting[f]
+                assert np.allclose(found, waiting, atol=0.01), (
+                    f"V10: {when} beside fragment {f} waits {found}, not {waiting}"
+                )
 
     def train_step(self) -> None:
         super().train_step()

@@ -68,8 +68,8 @@ class Scenario:
     """Seconds that the store takes to answer."""
     upload_s: float = 0.0
     """Seconds that writing a contribution takes."""
-    is_lossy: bool = False
-    """True if contributions and means are rounded."""
+    wires: str = "exact"
+    """The wires of contributions and of means: a key of `integer_state.WIRES`."""
     is_planned: bool = False
     """True if the replicas know the number of steps of the run."""
     is_phased: bool = False
@@ -184,7 +184,7 @@ class Scenario:
             grace_s=rng.choice([GRACE_S, 10 * GRACE_S]),
             weights=rng.choice([[1.0], [1.0, 2.0, 3.0]]),
             is_planned=rng.random() < 0.3,
-            is_lossy=is_lossy(seed),
+            wires=wires_of(seed),
         )
         if scenario.is_planned:
             scenario.entries = [entries] * world_size
@@ -246,15 +246,17 @@ class Scenario:
             upload_s=rng.choice([0.0, 0.0, phase_s / 10]),
             weights=rng.choice([[1.0], [1.0, 2.0, 3.0]]),
             is_planned=rng.random() < 0.3,
-            is_lossy=is_lossy(seed),
+            wires=wires_of(seed),
             is_phased=True,
             absences=absences,
         )
 
 
-def is_lossy(seed: int) -> bool:
-    """Return True if contributions are rounded in the schedule of a seed."""
-    return random.Random(f"lossy {seed}").random() < 0.4
+def wires_of(seed: int) -> str:
+    """Return the wires in the schedule of a seed."""
+    drawn = random.Random(f"lossy {seed}").random()
+    bounds = {"lossy": 0.25, "sparse": 0.37, "sparse, each": 0.4, "each": 0.5, "exact": 1.0}
+    return next(wires for wires, bound in bounds.items() if drawn < bound)
 
 
 CALM = Scenario(

@@ -19,7 +19,7 @@ from support.patience import ENDLESS
 
 from diloco.errors import DivergenceError, FencedError, QuorumTimeoutError
 from diloco.rendezvous import phase as rounds
-from diloco.rendezvous.frames import digests_of
+from diloco.rendezvous.frames import MeanHead, digests_of
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, claim
 from diloco.rendezvous.reduction import BlockFormat, ShardInput, Write, weighted_mean
@@ -90,7 +90,7 @@ class Simulation(Invariants):
             scenario.n_fragments,
             slot % SLOTS,
             slot,
-            is_lossy=scenario.is_lossy,
+            wires=scenario.wires,
             keeps_later_work=scenario.keeps_later_work,
         )
         steps = replace(self.steps)  # each replica has its own plan, because it learns by itself that a run was stopped
@@ -151,12 +151,23 @@ class Simulation(Invariants):
         entry = int(found[1]) - 1 if found else -1
         if any("/part/" in key or "/mean/" in key for key in rotten):
             return True
+        # If means are not stored, a decided mean is in the contributions. A replica that is behind needs all of them.
+        if not self.layout.stores_mean and any(map(self._is_decided_input, rotten)):
+            return True
         missing = re.findall(r"\d+", error.partition("Missing ranks:")[2])
         if self.scenario.min_quorum > 1 and any(self.keys.claim(int(r), 0) not in self.store.objects for r in missing):
             return True  # the missing replica died before its claim, and was not started again
         # In a sealed entry, a damaged input is left out of the mean, so it is no excuse.
         is_sealed = f"{RUN}/diloco/main/seal/{entry}" in self.store.objects
         return not is_sealed and any(f"/r{entry}/contribution/" in key for key in rotten)
+
+    def _is_decided_input(self, key: str) -> bool:
+        """Return True if a contribution is in a mean that is not stored, and whose head is."""
+        found = re.search(r"/r(\d+)/contribution/(\d+)$", key)
+        mean = None if found is None else self.keys.mean(int(found[1]), 0)
+        if found is None or mean not in self.store.ever:
+            return False
+        return int(found[2]) not in MeanHead.parse(self.store.ever[mean][0], mean, self.proof).left_out
 
     def _train(self, process: Process, checkpoint: RestoredWork | None) -> None:
         world, scenario, state = self.world, self.scenario, process.state
@@ -181,7 +192,8 @@ class Simulation(Invariants):
                 small_bytes=0 if scenario.sharded else 1 << 20,
                 block_elements=BLOCK_ELEMENTS,
             ),
-            reduce=_reduce_of_host(process.slot),
+            # Replicas that all compute a mean come to the same bits, because the order of the operations is fixed.
+            reduce=_reduce_of_host(process.slot) if self.layout.stores_mean else weighted_mean,
             clock=world.clock,
             wait=scheduler.pause,
             in_background=scheduler.in_background,
@@ -301,10 +313,14 @@ def _reduce_of_host(host: int) -> Callable[..., tuple[str, ...]]:
     """Return a reduction whose results differ in the last bits from those on other hosts, as on other processors."""
 
     def reduce(
-        inputs: Sequence[ShardInput], out: memoryview, blocks: BlockFormat, write: Write | None = None
+        inputs: Sequence[ShardInput],
+        out: memoryview,
+        blocks: BlockFormat,
+        write: Write | None = None,
+        clipped: set[int] | None = None,
     ) -> tuple[str, ...]:
         made = bytearray()
-        weighted_mean(inputs, out, blocks, None if write is None else made.extend)
+        weighted_mean(inputs, out, blocks, None if write is None else made.extend, clipped)
         whole = out if write is None else memoryview(made)
         bits = np.frombuffer(whole, np.uint32)
         bits ^= np.uint32(host & bool(inputs))

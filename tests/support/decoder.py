@@ -72,7 +72,13 @@ def size(wire: str, n: int) -> int:
         "bf16": 2 * n,
         "int8": 4 * -(-n // 256) + n,
         "int4": -(-4 * -(-n // 128) // 8) * 8 + -(-n // 2),
+        "top8": -(-4 * -(-n // 4096) // 8) * 8 + n // 4096 * 384 + top8_chunk_size(n % 4096),
     }[wire]
+
+
+def top8_chunk_size(n: int) -> int:
+    k = -(-n // 8)
+    return -(-2 * k // 8) + -(-k // 2)
 
 
 def parts(wire: str, block: bytes, n: int) -> tuple[Floats, Floats]:
@@ -81,6 +87,8 @@ def parts(wire: str, block: bytes, n: int) -> tuple[Floats, Floats]:
         return np.frombuffer(block, "<f4"), np.ones(n, F32)
     if wire == "bf16":
         return (np.frombuffer(block, "<u2").astype(np.uint32) << 16).view(F32), np.ones(n, F32)
+    if wire == "top8":
+        return top8_parts(block, n)
     groups = -(-n // GROUP[wire])
     scales = np.repeat(np.frombuffer(block, "<f4", groups), GROUP[wire])[:n]
     if wire == "int8":
@@ -93,9 +101,33 @@ def parts(wire: str, block: bytes, n: int) -> tuple[Floats, Floats]:
     return (np.concatenate(whole).astype(F32) - F32(8))[:n], scales
 
 
+def top8_parts(block: bytes, n: int) -> tuple[Floats, Floats]:
+    """Return 1, -1 or 0 for each value, and the scale of its chunk."""
+    n_chunks = -(-n // 4096)
+    numbers, at = np.zeros(n, F32), -(-4 * n_chunks // 8) * 8
+    assert not any(block[4 * n_chunks : at])
+    for first in range(0, n, 4096):
+        m = min(4096, n - first)
+        k = -(-m // 8)
+        high = int.from_bytes(block[at : at + -(-2 * k // 8)], "little")
+        low = int.from_bytes(block[at + -(-2 * k // 8) : at + top8_chunk_size(m)], "little")
+        bits = [bit for bit in range(2 * k) if high >> bit & 1]
+        assert high >> 2 * k == low >> 4 * k == 0
+        halves = [low >> 4 * j & 15 for j in range(k)]
+        positions = [8 * (bit - j) + (half & 7) for j, (bit, half) in enumerate(zip(bits, halves, strict=True))]
+        assert positions == sorted(set(positions))
+        assert positions[-1] < m
+        numbers[[first + position for position in positions]] = [-1 if half & 8 else 1 for half in halves]
+        at += top8_chunk_size(m)
+    assert at == len(block)
+    scales = np.frombuffer(block, "<f4", n_chunks)
+    assert all(0 <= scale <= np.finfo(F32).max / 2 for scale in scales)
+    return numbers, np.repeat(scales, 4096)[:n]
+
+
 def decoded(wire: str, block: bytes, n: int) -> Floats:
     numbers, scales = parts(wire, block, n)
-    return numbers * scales if wire in GROUP else numbers
+    return numbers * scales if wire in GROUP or wire == "top8" else numbers
 
 
 def encoded(wire: str, values: Floats) -> bytes:
@@ -271,6 +303,8 @@ class Run:
         for shard in range(max(1, n_shards)):
             first, end = shard * n_blocks // max(1, n_shards), (shard + 1) * n_blocks // max(1, n_shards)
             used = weights
+            is_stored = self.contract["mean_wire"] != "each"
+            self.scaled_down: set[int] = set()
             if n_shards:
                 stored = self._get(f"r{entry}/mean/{shard}")
                 head = self._frame(f"r{entry}/mean/{shard}").head
@@ -281,10 +315,18 @@ class Run:
                 assert self._proof.digest(payload) == head["mean"]
             wire = head.get("wire", "fp32")
             assert wire == self.contract["mean_wire"]
+            if not is_stored:
+                assert not payload
+                computed = list(self._means(entry, seal.head, used, first, end))
+                assert head["blocks"] == "".join(self._proof.digest(values.tobytes()) for values in computed)
+                assert head.get("clipped", []) == sorted(self.scaled_down)
+                mean += computed
+                continue
             part = self._cut(payload, wire, n, first, end)
             if n_shards:
                 assert head["blocks"] == "".join(map(self._proof.digest, part.blocks))
             assert part.blocks == [encoded(wire, values) for values in self._means(entry, seal.head, used, first, end)]
+            assert head.get("clipped", []) == sorted(self.scaled_down)
             mean += [decoded(wire, block, n) for block, n in zip(part.blocks, part.sizes, strict=True)]
         self._step(entry, fragment, np.concatenate(mean))
 
@@ -307,12 +349,33 @@ class Run:
         sent = {rank: self._contribution(entry, rank, seal["replicas"][str(rank)], n) for rank in sorted(weights)}
         for block in range(first, end):
             acc: Floats | None = None
+            factors = self._factors({rank: (part.blocks[block], part.sizes[block]) for rank, part in sent.items()})
             for rank, part in sent.items():
-                weight = F32(weights[rank] / total)
+                weight = F32(weights[rank] / total) * factors[rank]
+                if factors[rank] < 1:
+                    self.scaled_down.add(rank)
                 numbers, scales = parts(self.contract["wire"], part.blocks[block], part.sizes[block])
                 product = numbers * (scales * weight)
+                if acc is None and self.contract["wire"] == "top8":
+                    acc = np.zeros(len(product), F32)
                 acc = product if acc is None else acc + product
             yield np.zeros(min(self._block, n - block * self._block), F32) if acc is None else acc
+
+    def _factors(self, blocks: Mapping[int, tuple[bytes, int]]) -> dict[int, np.float32]:
+        """Return the factor of each rank's block: less than 1 if it is more than three times the median."""
+        factors = dict.fromkeys(blocks, F32(1))
+        if self.contract.get("robust") != "clip" or len(blocks) < 3:
+            return factors
+        squares = dict.fromkeys(blocks, 0.0)
+        for rank, (block, n) in blocks.items():
+            values = decoded(self.contract["wire"], block, n)
+            for first in range(0, n, 1 << 19):
+                squares[rank] += float(np.square(values[first : first + (1 << 19)], dtype=np.float64).sum())
+        median = sorted(squares.values())[(len(squares) - 1) // 2]
+        for rank, square in squares.items():
+            if median and square > 9 * median:
+                factors[rank] = (F32(math.sqrt(median / square)).view(np.uint32) & np.uint32(0xFFFF0000)).view(F32)
+        return factors
 
     def _contribution(self, entry: int, rank: int, member: list[Any], n: int) -> Part:
         data = self._get(f"r{entry}/contribution/{rank}")

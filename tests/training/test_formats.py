@@ -28,6 +28,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "int8, means fp32": {"wire": "int8", "mean_wire": "fp32", "limits": SHARDED},
     "int8 in the seal": {"wire": "int8", "fragments": 2, "total_steps": 12},
     "int4 in the seal": {"wire": "int4", "mean_wire": "int4", "limits": Limits(block_elements=600)},
+    "top8, means int4": {"wire": "top8", "limits": SHARDED, "fragments": 2},
+    "top8 in the seal": {"wire": "top8", "mean_wire": "fp32", "total_steps": 12},
+    "top8, each": {"wire": "top8", "mean_wire": "each", "limits": SHARDED, "fragments": 2},
+    "int8, each, clip": {"wire": "int8", "mean_wire": "each", "robust": "clip", "uneven": 20.0},
+    "clip, int8": {"wire": "int8", "limits": SHARDED, "robust": "clip", "uneven": 20.0},
+    "clip, top8 in the seal": {"wire": "top8", "robust": "clip", "uneven": 20.0},
     "signed": {"wire": "int8", "key": b"the key of a run", "limits": SHARDED},
     "signed, in the seal": {"key": b"the key of a run"},
 }
@@ -55,12 +61,15 @@ def train(options: Mapping[str, Any], where: Mapping[str, Any]) -> dict[int, byt
     rng = np.random.default_rng(where["rank"])
     buffers = dict(model.named_buffers())
     found = {}
+    options = dict(options)
+    uneven = options.pop("uneven", 1.0)
+    scale = 0.1 * (uneven if where["rank"] == 1 else 1.0)
     with open_diloco(model, weight=1.0 + where["rank"], **options, **where) as diloco:
         diloco.attach_state("generator", torch.Generator())
         for _ in range(12):
             with torch.no_grad():
                 for tensor in (*model.parameters(), buffers["1.running_mean"]):
-                    tensor.add_(torch.from_numpy(0.1 * rng.normal(size=tensor.shape).astype(np.float32)))
+                    tensor.add_(torch.from_numpy(scale * rng.normal(size=tensor.shape).astype(np.float32)))
             if diloco.step() is not None:
                 anchor = diloco.anchor()
                 found[diloco.rounds] = b"".join(anchor[name].numpy().tobytes() for name in sorted(anchor))

@@ -26,7 +26,9 @@ from diloco.wires.wire import Pieces, Wire, decoded
 from executors.store import MemoryStore
 from executors.store.faulty import FaultyStore
 
-LOSSY = [wire.name for wire in WIRES.values() if not wire.is_exact]
+LOSSY = [wire.name for wire in WIRES.values() if not wire.is_exact and not wire.is_sparse]
+"""The wires that round each value. `test_sparse_rounds.py` has the same promises for sparse wires."""
+SPARSE = [wire.name for wire in WIRES.values() if wire.is_sparse]
 KEYS = Keys("test", "main")
 SHARDED = Limits(small_bytes=0, block_elements=300)
 
@@ -86,7 +88,7 @@ def test_the_share_that_a_wire_leaves_out_of_large_work_is_known(wire: str) -> N
     assert 0 < report.wire_error < 0.01
 
 
-@pytest.mark.parametrize("wire", LOSSY)
+@pytest.mark.parametrize("wire", [*LOSSY, *SPARSE])
 def test_a_planned_run_ends_with_one_model(wire: str) -> None:
     def body(where: Mapping[str, Any]) -> bytes:
         model = zeros()
@@ -130,7 +132,7 @@ def of_many_tensors(dtype: torch.dtype) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("wire", LOSSY)
+@pytest.mark.parametrize("wire", [*LOSSY, *SPARSE])
 def test_the_rounding_error_of_a_wire_is_the_same_with_and_without_held_work(wire: str, dtype: torch.dtype) -> None:
     """In background rounds the error is computed from a copy, and otherwise from the live parameters during the
     step.

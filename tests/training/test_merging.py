@@ -43,11 +43,21 @@ def as_decoded(values: Floats, wire: str) -> Floats:
     """Return the values that other replicas decode: the nearest of the levels up to the largest value of a group."""
     if wire == "fp32":
         return values
+    if wire == "top8":
+        return np.concatenate([largest_eighth(part) for part in np.split(values, [LIMITS.block_elements])])
     size, most = {"int8": (256, np.float32(127)), "int4": (128, np.float32(7))}[wire]
     groups = np.split(values, range(size, len(values), size))
     tops = [np.abs(group).max() for group in groups]
     steps = [np.rint(group * (most / top)) * (top * (1 / most)) for group, top in zip(groups, tops, strict=True)]
     return np.concatenate(steps)
+
+
+def largest_eighth(values: Floats) -> Floats:
+    """Return the largest eighth of the values by their signs, times 1.5 of their mean magnitude. The rest is zeros."""
+    chosen = np.argsort(-np.abs(values))[: -(-len(values) // 8)]
+    out = np.zeros_like(values)
+    out[chosen] = np.sign(values[chosen]) * np.float32(1.5 * np.abs(values[chosen]).mean())
+    return out
 
 
 def expected(
@@ -58,18 +68,25 @@ def expected(
     moves = [steps_of(rank, n_steps) for rank in range(REPLICAS)]
     live = [np.zeros(N, np.float32) for _ in range(REPLICAS)]
     held: list[Floats] = []
+    waiting = [np.zeros(N, np.float32) for _ in range(REPLICAS)]
+    keeps, share = (0.9, 0.25) if wire == "top8" else (1.0, 1.0)
     for step in range(1, n_steps + 1):
         live = [values + move[step - 1] for values, move in zip(live, moves, strict=True)]
         if step % every == (every - overlap) % every:
             held = [values.copy() for values in live]
         if step % every == 0:
-            sent = [as_decoded(anchor - values, wire) for values in held]
+            work = [anchor - values + rest for values, rest in zip(held, waiting, strict=True)]
+            sent = [as_decoded(each, wire) for each in work]
             after = anchor - np.mean(sent, axis=0)
-            left = [anchor - values - part for values, part in zip(held, sent, strict=True)]
+            kept = [keeps * (each - part) for each, part in zip(work, sent, strict=True)]
+            waiting = [(1 - share) * rest for rest in kept]
             if merge == "carry":
-                live = [values + after - anchor + part for values, part in zip(live, sent, strict=True)]
+                new = [after - share * rest for rest in kept]
+                live = [values - old + to for values, old, to in zip(live, held, new, strict=True)]
             else:
-                live = [mix * values + (1 - mix) * (after - lost) for values, lost in zip(live, left, strict=True)]
+                live = [
+                    mix * values + (1 - mix) * (after - share * rest) for values, rest in zip(live, kept, strict=True)
+                ]
             anchor = after
     return live, anchor
 
@@ -78,7 +95,7 @@ def expected(
 @pytest.mark.parametrize(
     ("merge", "mix"), [("carry", 0.0), ("anchor", 0.0), ("anchor", 0.25)], ids=["carry", "anchor", "mix"]
 )
-@pytest.mark.parametrize("wire", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("wire", ["fp32", "int8", "int4", "top8"])
 def test_live_parameters_follow_the_formula(wire: str, merge: str, mix: float, overlap: int) -> None:
     def body(where: Mapping[str, Any]) -> tuple[Floats, Floats]:
         model = nn.Linear(N, 1, bias=False)
@@ -92,7 +109,7 @@ def test_live_parameters_follow_the_formula(wire: str, merge: str, mix: float, o
                 assert report.stale_steps == overlap
                 assert (report.wire_error is None) == (wire == "fp32")
                 if report.wire_error is not None:
-                    low, high = {"int8": (0.001, 0.02), "int4": (0.02, 0.3)}[wire]
+                    low, high = {"int8": (0.001, 0.02), "int4": (0.02, 0.3), "top8": (0.7, 0.9)}[wire]
                     assert low < report.wire_error < high
         assert diloco.rounds == 4
         leave(diloco)
@@ -111,6 +128,9 @@ CASES: dict[str, dict[str, Any]] = {
     "overlap": {"overlap_steps": 3},
     "overlap, carry, int4": {"overlap_steps": 2, "merge": "carry", "wire": "int4"},
     "fragments, always under way": {"fragments": 2, "overlap_steps": 1, "merge": "carry", "wire": "int8"},
+    "without overlap, top8": {"wire": "top8", "fragments": 2},
+    "overlap, carry, top8": {"overlap_steps": 2, "merge": "carry", "wire": "top8"},
+    "overlap, top8": {"overlap_steps": 2, "wire": "top8", "mix": 0.25},
     "to the end of a plan": {"total_steps": 19, "overlap_steps": 2, "mix": 0.5},
     "bf16": {"overlap_steps": 2, "merge": "carry", "dtype": torch.bfloat16},
 }

@@ -21,6 +21,7 @@ from diloco.outer_optimizer import NesterovSGD, Schedule
 from diloco.rendezvous.round import Limits
 from diloco.rendezvous.training_state import Verdict
 from diloco.testing import run_replicas
+from diloco.wires import DEFAULT_MEAN_WIRE
 from executors.store import MemoryStore
 from executors.testing.helpers import environment
 
@@ -372,7 +373,8 @@ def test_all_processors_come_to_the_same_bits() -> None:
         ran = subprocess.run(command, env=env, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
         lines = ran.stdout.splitlines()
-        tried |= {(lines[at], without): lines[at + 1 : at + 5] for at in range(0, len(lines), 5)}
+        n = len(DEFAULT_MEAN_WIRE)  # each capability has its name and a line for each wire
+        tried |= {(lines[at], without): lines[at + 1 : at + 1 + n] for at in range(0, len(lines), 1 + n)}
     assert tried.keys() == {("DEFAULT", ""), ("AVX2", ""), ("AVX512", ""), ("AVX2", every)}, "torch does not look again"
     assert len(set(map(tuple, tried.values()))) == 1
 

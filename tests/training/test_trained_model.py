@@ -22,7 +22,7 @@ from executors.errors import CorruptObjectError, RunNotFoundError
 from executors.store import MemoryStore
 
 SHARDED = Limits(small_bytes=0, block_elements=50)
-WIRES = ("fp32", "bf16", "int8", "int4")
+WIRES = ("fp32", "bf16", "int8", "int4", "top8", "top8/each")
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Only .* rounds", "ignore:.* in no average", "ignore:Each replica keeps its own float"
@@ -75,7 +75,9 @@ def source(store: MemoryStore, **more: Any) -> ModelSource:
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_the_stored_model_is_the_one_that_every_replica_ends_with(wire: str, sharded: bool, fragments: int) -> None:
     store, limits = MemoryStore(), SHARDED if sharded else Limits()
-    options = {"wire": wire, "fragments": fragments, "limits": limits, "total_steps": 16}
+    wire, _, mean_wire = wire.partition("/")
+    wires = {"wire": wire, "mean_wire": mean_wire or None}
+    options = {**wires, "fragments": fragments, "limits": limits, "total_steps": 16}
     (state, _), _ = run_replicas(2, lambda where: train(where, 16, options), store=store)
     found = read_model(source(store, limits=limits))
     assert found.step == 16

@@ -334,7 +334,7 @@ def test_an_input_whose_head_is_of_another_payload_is_left_out(n_blocks: int, we
     good = fine.head("", UNSIGNED)
     store.put(KEYS.contribution(0, 1), good + payload)
     me, limits = Identity(2, 3, 0, "c"), Limits(small_bytes=0, block_elements=4, takeover_after_s=0.0)
-    state: Any = SimpleNamespace(sizes=lambda: [8], wire=FP32, mean_wire=FP32)
+    state: Any = SimpleNamespace(sizes=lambda: [8], wire=FP32, mean_wire=FP32, clips=False)
     context = Context(
         store=patient, keys=KEYS, me=me, training=state, plan=RoundPlan(), limits=limits, clock=lambda: 0.0,
         wait=lambda *_: None, proof=UNSIGNED,

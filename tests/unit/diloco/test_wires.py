@@ -1,4 +1,7 @@
-"""Compares the bytes of wires with a reference that was written from their description, and with bytes in this file."""
+"""Compares the bytes of wires with a reference that was written from their description, and with bytes in this file.
+
+`test_sparse_wire.py` does the same for the sparse wire.
+"""
 
 from __future__ import annotations
 
@@ -9,37 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.wires import decoded, encoded, values
 from xxhash import xxh3_64_hexdigest
 
-from diloco.wires import DEFAULT_MEAN_WIRE, FP32, WIRES
+from diloco.wires import DEFAULT_MEAN_WIRE, FP32, MEAN_WIRES, WIRES
 from diloco.wires.wire import BLOCK_ELEMENTS, PIECE, Floats, NotFiniteError, Wire, square_of
 
 SIZES = (1, 127, 128, 129, 255, 256, 257, 8191, 8192, 8193, BLOCK_ELEMENTS, BLOCK_ELEMENTS + 77)
-LOSSY = [wire for wire in WIRES.values() if not wire.is_exact]
-
-
-def values(n: int) -> Floats:
-    """Return values of many magnitudes, the same on every machine. Some groups are zeros, and some are tiny."""
-    rng = np.random.default_rng(n)
-    found = np.ldexp(rng.integers(-(1 << 23), 1 << 23, n), rng.integers(-60, -20, n)).astype(np.float32)
-    found[300:700] = 0.0
-    found[3000:3400] = np.ldexp(found[3000:3400], -100)
-    return found
-
-
-def encoded(wire: Wire, of: Floats) -> bytes:
-    block = memoryview(bytearray(wire.size(len(of))))
-    for start in range(0, len(of), PIECE):
-        wire.encode(of[start : start + PIECE].copy(), block, len(of), start)
-    return bytes(block)
-
-
-def decoded(wire: Wire, block: bytes, n: int) -> Floats:
-    out = np.empty(n, np.float32)
-    for start in range(0, n, PIECE):
-        room = out[start : start + PIECE]
-        room[:] = wire.decode(memoryview(block), n, start, room)
-    return out
+DENSE = {name: wire for name, wire in WIRES.items() if not wire.is_sparse}
+LOSSY = [wire for wire in DENSE.values() if not wire.is_exact]
 
 
 # -- the reference: one value after the other --------------------------------------------------------------------------
@@ -72,7 +53,7 @@ def reference(name: str, of: Floats) -> bytes:
     return head
 
 
-@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("name", DENSE)
 def test_a_block_has_the_bytes_of_its_description(name: str) -> None:
     for n in SIZES[:10]:
         assert encoded(WIRES[name], values(n)) == reference(name, values(n)), n
@@ -80,7 +61,7 @@ def test_a_block_has_the_bytes_of_its_description(name: str) -> None:
 
 def test_some_bytes_for_people() -> None:
     of = np.array([1.0, -0.5, 0.25, 0.0, 127 / 128], np.float32)
-    bytes_of = {name: encoded(wire, of).hex(" ", 4 if name == "fp32" else 1) for name, wire in WIRES.items()}
+    bytes_of = {name: encoded(wire, of).hex(" ", 4 if name == "fp32" else 1) for name, wire in DENSE.items()}
     assert bytes_of == {
         "fp32": "0000803f 000000bf 0000803e 00000000 00007e3f",
         "bf16": "80 3f 00 bf 80 3e 00 00 7e 3f",
@@ -98,7 +79,7 @@ GOLDEN = {
 """Eight digits of the digest of the encoded bytes, for each size."""
 
 
-@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("name", DENSE)
 def test_bytes_never_change(name: str) -> None:
     found = "".join(xxh3_64_hexdigest(encoded(WIRES[name], values(n)))[:8] for n in SIZES)
     assert found == GOLDEN[name]
@@ -117,7 +98,7 @@ arrays: Any = st.builds(
 @given(arrays)
 def test_decoded_values_are_close_and_encode_to_the_same_bytes(of: Floats) -> None:
     steps = {"fp32": 0.0, "bf16": 2.0**-8, "int8": 0.5 / 127, "int4": 0.5 / 7}
-    for name, wire in WIRES.items():
+    for name, wire in DENSE.items():
         block = encoded(wire, of)
         assert len(block) == wire.size(len(of))
         got = decoded(wire, block, len(of))
@@ -133,7 +114,7 @@ def test_decoded_values_are_close_and_encode_to_the_same_bytes(of: Floats) -> No
 @given(arrays, st.floats(0.01, 1.0), st.integers(0, 2**32))
 def test_accumulated_values_are_the_decoded_values_with_weighted_scales(of: Floats, share: float, seed: int) -> None:
     weight, before = np.float32(share), np.random.default_rng(seed).normal(size=len(of)).astype(np.float32)
-    for wire in WIRES.values():
+    for wire in DENSE.values():
         block = memoryview(encoded(wire, of))
         acc, product = before.copy(), np.empty_like(before)
         wire.accumulate(block, len(of), 0, weight, acc, product, first=False)
@@ -215,4 +196,4 @@ def test_the_squares_of_values_as_large_as_floats_get_are_summed() -> None:
 
 def test_means_travel_in_wires_that_exist() -> None:
     assert set(DEFAULT_MEAN_WIRE) == set(WIRES)
-    assert set(DEFAULT_MEAN_WIRE.values()) <= set(WIRES)
+    assert set(DEFAULT_MEAN_WIRE.values()) <= set(MEAN_WIRES)
