@@ -363,7 +363,7 @@ def small_memory() -> Iterator[Path]:
             group.rmdir()
             return
         group.rmdir()
-    pytest.skip("a control group for memory can be made by root alone, where one is mounted")
+    pytest.skip("only root can create a control group for memory, and only if the controller is mounted")
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def statuses(executor: ServerlessExecutor, handles: Sequence[Any]) -> list[str]:
 
 def _skip_without_json(handles: Sequence[Any]) -> None:
     if not all(hasattr(handle, "to_json") for handle in handles):
-        pytest.skip("its handles have no to_json()")
+        pytest.skip("the handles of this executor have no to_json()")
 
 
 class ExecutorContract(KnownGaps, JobCleanup):
@@ -189,7 +189,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
             handles: the handles of the replicas.
         """
         rows = executor.collect(list(handles), timeout=int(self.patience_s))
-        assert [row["status"] for row in rows if row["status"] not in TERMINAL] == [], "not ended in time"
+        assert [row["status"] for row in rows if row["status"] not in TERMINAL] == [], "a replica has not ended in time"
         return rows
 
     def cancelled(self, executor: ServerlessExecutor, handles: Sequence[Any]) -> list[dict[str, Any]]:
@@ -238,7 +238,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
 
     def test_a_function_is_an_entrypoint_as_well(self, executor: ServerlessExecutor) -> None:
         if not self.takes_callables:
-            pytest.skip("this executor takes names only")
+            pytest.skip("this executor accepts only entrypoints that are given by name")
         captured = {"by": "value"}
 
         def entrypoint(base: int) -> dict[str, Any]:
@@ -253,7 +253,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
         names = ["REPLICA_RANK", "MY_RANK"]
         args = {"names": names, "rank_env": "MY_RANK"}
         rows = self.collected(executor, self.launched(executor, 2, task("variables"), args))
-        assert args == {"names": names, "rank_env": "MY_RANK"}, "the caller's arguments are left as they were"
+        assert args == {"names": names, "rank_env": "MY_RANK"}, "the launch does not change the caller's arguments"
         assert [row["result"] for row in rows] == [{name: str(rank) for name in names} for rank in range(2)]
 
     def test_a_result_of_16_megabytes_arrives(self, executor: ServerlessExecutor) -> None:
@@ -438,7 +438,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
         rows = self.cancelled(executor, handles)
         assert statuses(executor, handles) == ["cancelled", "cancelled"]
         assert self.cancelled(executor, handles) == rows, "cancelling again changes nothing"
-        assert "hanging" in executor.stream_logs(handles[0]), "the log can still be read"
+        assert "hanging" in executor.stream_logs(handles[0]), "the log of a cancelled replica can still be read"
 
     def test_cancelling_at_once_leaves_nothing_running(self, executor: ServerlessExecutor) -> None:
         handles = self.launched(executor, 2, task("hang"), {})
@@ -482,7 +482,7 @@ class ExecutorContract(KnownGaps, JobCleanup):
 
     def test_it_works_in_launch(self, executor: ServerlessExecutor) -> None:
         if not self.reaches_local_store:
-            pytest.skip("its replicas do not see this machine's files")
+            pytest.skip("the replicas of this executor do not see the files of this machine")
         run = launch(executor, task("echo"), 2, args={"a": [1, "ä"]})
         self.add_cleanup(run.cancel)
         assert run.results() == [{"rank": rank, "args": {"a": [1, "ä"]}} for rank in range(2)]

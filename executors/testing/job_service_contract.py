@@ -174,7 +174,7 @@ class JobServiceContract(KnownGaps, JobCleanup):
     ) -> None:
         service.check_account(self.gpu, 60, ())
         if not self.checks_secrets(service):
-            pytest.skip("this account may not find out which secrets exist")
+            pytest.skip("this account may not list secrets")
         with pytest.raises(BackendError, match="'NOT_THERE'"):
             service.check_account(self.gpu, 60, ["NOT_THERE"])
 
@@ -250,7 +250,7 @@ class JobServiceContract(KnownGaps, JobCleanup):
         eventually(lambda: listed(labels) == sorted([mine, elsewhere], key=repr), within_s=self.patience_s)
         stores = {each.labels[STORE_LABEL] for each in asking.running_jobs(labels)}
         assert stores == {key.run_labels[STORE_LABEL] for key in (job.key, other_store.key)}, "the labels differ"
-        assert listed(job.key.run_labels) == [mine], "an id is listed as start() returned it"
+        assert listed(job.key.run_labels) == [mine], "the list has the id that start() returned"
         assert listed({RUN_LABEL: "never-was"}) == []
         asking.stop(mine)
         eventually(lambda: listed(job.key.run_labels) == [], "ended jobs are not listed", within_s=self.patience_s)
@@ -263,8 +263,10 @@ class JobServiceContract(KnownGaps, JobCleanup):
         for job_ids in ([], [known]):
             commands = service.commands_to_end("otter-of-mine", job_ids)
             assert re.search("(otter|job|sb)-of-mine", commands), commands
-            assert "\n" not in commands, "it is part of a message"
-        assert "otter-of-mine" in service.commands_to_end("otter-of-mine"), "nothing else is known of its jobs"
+            assert "\n" not in commands, "the commands are one line, because a message contains them"
+        assert "otter-of-mine" in service.commands_to_end("otter-of-mine"), (
+            "the commands name the run, because its jobs are not known"
+        )
         many = service.commands_to_end("otter-of-mine", [known] * 1000)
         assert len(many) < 2000, "a message names a few jobs, and how to list the others"
 

@@ -141,7 +141,7 @@ class StoreContract(StoreRaces, KnownGaps):
 
     def test_writing_a_large_sequence_of_buffers_copies_nothing(self, store: Store) -> None:
         if self.in_process:
-            pytest.skip("this store keeps its objects in the memory that would be measured")
+            pytest.skip("this store keeps its objects in memory, so the test cannot measure copies")
         part = bytes(MIB)
         tracemalloc.start()
         try:

@@ -54,7 +54,7 @@ class StoreRaces:
             store: the store that the other process also opens.
         """
         if self.in_process:
-            pytest.skip("this store lives in one process")
+            pytest.skip("other processes cannot open this store")
 
         @contextlib.contextmanager
         def start(*role: str) -> Iterator[Helper]:
@@ -110,7 +110,7 @@ class StoreRaces:
         with others("replace", "model", "4") as writer:
             assert receive(writer) == "replaced"
             fillings = _read_whole_objects(store, "model", 4 * MIB, self.n_readings)
-        assert len(fillings) > 1, "the writer stood still"
+        assert len(fillings) > 1, "the readers saw only one version, so the writer did not write meanwhile"
 
     def test_a_created_object_appears_whole(self, store: Store, others: Start) -> None:
         with others("create", "shard/", "8"):
@@ -122,7 +122,7 @@ class StoreRaces:
         for verb in ("put", "put_if_absent"):
             with others("write_one", verb, "half", "1024") as writer:
                 writer.kill()
-                assert writer.wait() != 0, "it was too quick to be killed"
+                assert writer.wait() != 0, "the writer ended before it was killed"
             assert list(store.list("")) == [], verb
             assert store.put_if_absent("half", b"whole"), verb
             store.delete("half")
@@ -191,7 +191,9 @@ def _check_winners(store: Store, wins: dict[str, list[int]]) -> None:
     assert {index: times_won[index] for index in range(N_KEYS)} == dict.fromkeys(range(N_KEYS), 1)
     for name, won in wins.items():
         for index in won:
-            assert bytes(store.get(f"race/{index}")).decode() == name, "the value of a loser"
+            assert bytes(store.get(f"race/{index}")).decode() == name, (
+                "the object has the value of a process that lost the race"
+            )
 
 
 def _read_whole_objects(store: Store, key: str, size: int, times: int) -> set[int]:
@@ -200,7 +202,7 @@ def _read_whole_objects(store: Store, key: str, size: int, times: int) -> set[in
     for _ in range(times):
         view = store.get(key)
         assert len(view) == size
-        assert view == bytes([view[0]]) * size, "two writings are mixed in one reading"
+        assert view == bytes([view[0]]) * size, "a reader saw parts of two versions of an object"
         seen.add(view[0])
     return seen
 

@@ -58,7 +58,7 @@ def train(
             report = diloco.step()
             held_up_s[-1] += time.perf_counter() - stepped
             if report is not None:
-                assert len(report.ranks) == replica.world_size, "a round went without somebody"
+                assert len(report.ranks) == replica.world_size, "a replica is missing in a round"
                 busy_s.append(report.busy_s)
         all_s = time.perf_counter() - began
     return {"all_s": all_s, "step_s": held_up_s[1:], "busy_s": busy_s[1:]}

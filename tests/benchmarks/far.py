@@ -68,7 +68,7 @@ def _rounds(server: S3Server, n: int, arguments: dict[str, Any]) -> list[list[di
         by_rank: list[list[dict[str, Any]]] = run.results()
     by_round = [list(costs) for costs in zip(*by_rank, strict=True)][1:]
     for costs in by_round:
-        assert all(each["ranks"] == list(range(n)) for each in costs), "a round went without somebody"
+        assert all(each["ranks"] == list(range(n)) for each in costs), "a replica is missing in a round"
     return by_round
 
 

@@ -99,7 +99,7 @@ def _group(n_elements: int, n: int, rounds_each: int, place: Place, wire: str) -
         by_rank = group(n_elements, n, rounds_each, wire)
     by_round = [list(costs) for costs in zip(*by_rank, strict=True)]
     for costs in by_round:
-        assert all(each["ranks"] == list(range(n)) for each in costs), "a round went without somebody"
+        assert all(each["ranks"] == list(range(n)) for each in costs), "a replica is missing in a round"
     return by_round
 
 

@@ -82,7 +82,9 @@ def test_every_benchmark_runs_beside_its_peer(found: Found) -> None:
 
 def test_a_round_moves_exactly_the_bytes_that_the_protocol_says(found: Found) -> None:
     methods = found["S8"][-1]["methods"]
-    assert {way: row["median"] for way, row in methods.items()} == {"read": 1.0, "written": 1.5}, "for two replicas"
+    assert {way: row["median"] for way, row in methods.items()} == {"read": 1.0, "written": 1.5}, (
+        "each of two replicas reads 1 and writes 1.5 times the model"
+    )
 
 
 def test_replicas_are_exactly_alike_and_data_parallel_up_to_rounding(found: Found) -> None:

@@ -132,4 +132,4 @@ def test_names_that_the_emulation_hides_exist_on_linux_and_not_in_it(tmp_path: P
     here = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     acted = subprocess.run(as_mac(command), env=environ, capture_output=True, text=True, check=True).stdout.split()
     assert acted == []
-    assert "os.pidfd_open" in here, "the same question finds them if nothing is hidden"
+    assert "os.pidfd_open" in here, "without the emulation, the same question finds the names"

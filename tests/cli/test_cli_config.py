@@ -119,10 +119,12 @@ def test_an_error_about_a_setting_of_a_launch_names_the_file_of_the_setting(here
         assert message in result.stderr, change
     file.write_text(SETTINGS)
     result = here.replicas("launch", "", "--n", 1)
-    assert (result.code, "Bad entrypoint ''" in result.stderr) == (2, True), "an empty one is not that of the file"
-    assert "is from" not in result.stderr, "the command line gave it"
+    assert (result.code, "Bad entrypoint ''" in result.stderr) == (2, True), (
+        "an empty argument is not replaced by the entrypoint of the file"
+    )
+    assert "is from" not in result.stderr, "the message names no file, because the value is from the command line"
     file.write_text("n = ")
-    assert here.replicas("launch", "--help").code == 0, "a broken file breaks no help"
+    assert here.replicas("launch", "--help").code == 0, "--help works with a broken settings file"
 
 
 def test_config_prints_the_settings_in_force_and_their_origins(
@@ -157,5 +159,5 @@ def test_the_template_names_every_setting_and_holds_once_it_is_uncommented(here:
     result = here.replicas("config", "--json")
     assert result.code == 0, result
     assert {"entrypoint", "n", "secret", "json", "args.steps", "option.local.preload"} <= result.json["settings"].keys()
-    assert here.replicas("config", "--template").code == 2, "it overwrites nothing"
+    assert here.replicas("config", "--template").code == 2, "--template does not overwrite an existing file"
     assert os.path.getsize(file) > 1000

@@ -56,7 +56,7 @@ def test_export_refuses_one_file_for_two_formats(here: HereInstead, formats: tup
 def test_an_export_follows_a_run_to_its_end(here: HereInstead, live: str) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install tensorboard")
     run = attach(live)
-    eventually(lambda: len(run.metrics().numbers) >= 2, "both have a segment")
+    eventually(lambda: len(run.metrics().numbers) >= 2, "both replicas have written a segment")
     files = ("--tensorboard", "events", "--csv", "run.csv", "--jsonl", "run.jsonl", "--json")
     first = here.replicas("export", live, *files).json
     assert (first["is_over"], first["rows"]) == (False, first["events"])

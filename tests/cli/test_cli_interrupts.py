@@ -41,7 +41,7 @@ def test_one_interrupt_cancels_the_run_reports_that_and_waits_for_the_end(folder
     run = attach("mine")
     assert run.status().status is ReplicaStatus.CANCELLED
     kinds = [entry.kind for entry in DecisionLog(view_of(run).store, "mine").read()]
-    assert kinds.count("cancel") == 1, "one interrupt is one cancellation"
+    assert kinds.count("cancel") == 1, "one interrupt writes one cancel order"
 
 
 def test_a_second_interrupt_exits_at_once_and_running_replicas_are_killed(folder: Folder) -> None:
@@ -191,7 +191,9 @@ def test_an_interrupted_wait_prints_one_document(here: HereInstead, monkeypatch:
     added = here.replicas("add", "mine", "--n", 1, "--option", "preload=[]", "--json")
     assert (added.code, added.json["exit_code"]) == (130, 130)
     monkeypatch.setattr("executors.run.run.Run.events", interrupted)
-    assert here.replicas("events", "mine", "-f", "--json").stdout == "", "its lines are documents themselves"
+    assert here.replicas("events", "mine", "-f", "--json").stdout == "", (
+        "the interrupted command prints no further document"
+    )
     attach("mine").cancel()
 
 
@@ -257,7 +259,9 @@ def test_ctrl_c_on_a_terminal_stops_watching_and_leaves_the_run_alone(
             terminal.type(b"\x03" * n_times)
             assert terminal.ends() == 130, verb
             assert "Traceback" not in terminal.raw
-            assert terminal.raw.rfind("\x1b[?25h") >= terminal.raw.rfind("\x1b[?25l"), "the cursor is back"
+            assert terminal.raw.rfind("\x1b[?25h") >= terminal.raw.rfind("\x1b[?25l"), (
+                "the cursor of the terminal is visible again"
+            )
     assert attach("mine").status().status is ReplicaStatus.RUNNING
     attach("mine").cancel()
 

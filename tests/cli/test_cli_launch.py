@@ -62,9 +62,11 @@ def test_a_script_runs_with_the_arguments_after_two_hyphens(here: HereInstead) -
     assert [row["result"] for row in result.json["replicas"]] == [None, None]
     assert here.replicas("logs", "mine").stdout.splitlines() == ["[0] script.py 0.001 0", "[1] script.py 0.001 1"]
     (here.folder.path / "flat.py").write_text("import sys\nprint('flat', sys.argv[1:])\n")
-    assert here.launch("flat.py", "--run-id", "flat", n=1).code == 0, "a file without a main is a script"
+    assert here.launch("flat.py", "--run-id", "flat", n=1).code == 0, "a file without a function main runs as a script"
     assert here.replicas("logs", "flat").stdout == "[0] flat []\n"
-    assert here.launch("missing.py", "--", "--json").stdout == "", "its --json is not ours"
+    assert here.launch("missing.py", "--", "--json").stdout == "", (
+        "--json after two hyphens is an argument of the script"
+    )
 
 
 def test_the_summary_of_the_lowest_rank_is_shown_in_place_of_the_results(here: HereInstead) -> None:
@@ -141,7 +143,9 @@ def test_a_full_disk_under_the_output_does_not_end_the_run_that_is_watched(folde
     why = "No space left on device"
     assert told == f"Note: Lines of output are lost, because they cannot be written ({why}). The run continues.\n"
     assert attach("mine").status().status is ReplicaStatus.SUCCEEDED
-    assert (command.returncode, error) == (1, f"Error: [Errno 28] {why}\n"), "and in the end that counts"
+    assert (command.returncode, error) == (1, f"Error: [Errno 28] {why}\n"), (
+        "the command fails with the error of the full disk"
+    )
 
 
 def test_a_detached_run_continues_by_itself_and_values_of_its_environment_are_recorded_nowhere(
@@ -247,7 +251,9 @@ def test_a_mistake_is_one_error_with_exit_code_2_and_nothing_is_written(here: He
             assert (result.code, result.stdout) == (2, ""), arguments
             assert result.stderr.startswith("Error: "), arguments
             assert message in result.stderr, result.stderr
-            assert "Preparing" not in result.stderr or not {"ftp://x", "s3://"} & {*arguments}, "it shows at once"
+            assert "Preparing" not in result.stderr or not {"ftp://x", "s3://"} & {*arguments}, (
+                "the check finds the mistake before the launch is prepared"
+            )
             assert not list(state_home.rglob("run.json")), arguments
 
 

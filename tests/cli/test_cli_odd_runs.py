@@ -36,7 +36,10 @@ def test_a_rank_whose_records_cannot_be_read_is_named_and_the_others_are_shown(
 ) -> None:
     run = launch(local, "job:main", 4, run_id="mine")
     assert run.wait(60)
-    eventually(lambda: not is_alive(run.handles[0].metadata["supervisor_pid"]), "nobody records outcomes any more")
+    eventually(
+        lambda: not is_alive(run.handles[0].metadata["supervisor_pid"]),
+        "the supervisor has ended, so no process records outcomes",
+    )
     records = state_home / "replicas" / "mine" / "replicas"
     (records / "0001" / "0" / "outcome.json").write_text("{}")
     (records / "0002" / "0" / "outcome.json").unlink()
@@ -100,7 +103,7 @@ def shared_with_a_group(folder: Path) -> None:
     folder.chmod(0o775)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 @pytest.mark.parametrize("locked", ["runs", "runs/mine", "runs/mine/replicas/0000/0/output.log"])
 def test_the_error_names_a_folder_that_belongs_to_another_user(
     here: HereInstead, local: LocalProcessExecutor, tmp_path: Path, locked: str
@@ -120,7 +123,7 @@ def test_the_error_names_a_folder_that_belongs_to_another_user(
         os.seteuid(0)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 def test_a_folder_that_cannot_be_read_hides_no_other_run(
     here: HereInstead, local: LocalProcessExecutor, tmp_path: Path
 ) -> None:
@@ -143,7 +146,7 @@ def test_a_folder_that_cannot_be_read_hides_no_other_run(
     assert "Permission denied" in rows[0]["problem"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 def test_a_home_that_may_not_be_entered_is_reported_with_the_variable_to_set(
     here: HereInstead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +284,7 @@ def test_runs_at_a_bucket_that_refuses_are_listed_and_it_is_asked_once(
     assert all("403" in row["problem"] for row in rows)
     assert len(s3.requests("GET", "run.json")) == 1
     assert [row["run_id"] for row in here.replicas("ls", "--json").json["runs"]] == ["mine"], (
-        "it says now that there are none"
+        "ls lists only the local run, because the bucket has no runs"
     )
 
 

@@ -86,7 +86,9 @@ def test_a_plan_for_an_endpoint_of_the_environment_is_priced_as_that_endpoint(
     assert "(measured" in planned("s3://bucket/runs")
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("AWS_DEFAULT_REGION", "eu-west-1")
-        assert "(measured" in planned("s3://bucket/runs"), "a region is not another place"
+        assert "(measured" in planned("s3://bucket/runs"), (
+            "the measurement of the endpoint is used, although the variables name a region"
+        )
     assert "unless the replicas run in eu-north-1" in planned("s3://bucket/runs?profile=theirs")
     at_r2 = planned("s3://bucket/runs?profile=mine")
     assert ("of requests" in at_r2, "of egress" in at_r2) == (True, False)
@@ -94,7 +96,7 @@ def test_a_plan_for_an_endpoint_of_the_environment_is_priced_as_that_endpoint(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://s3.example.com")
     at_example = planned("s3://bucket/runs")
     assert "the prices of s3.example.com are not known" in at_example
-    assert "(assumed" in at_example, "the measurement is of another service"
+    assert "(assumed" in at_example, "the measurement of another service is not used"
 
 
 def test_a_plan_for_a_bucket_has_objects_that_a_bucket_takes(here: HereInstead) -> None:
@@ -188,16 +190,16 @@ def test_an_interrupted_probe_leaves_nothing(folder: Folder, tmp_path: Path, num
     there = tmp_path / "there"
     there.mkdir()
     with folder.started("plan", *SMALL, "--n", "4", "--store", there, "--probe") as command:
-        eventually(lambda: [*there.glob("plan-*/*")], "something is written")
+        eventually(lambda: [*there.glob("plan-*/*")], "the probe has written an object")
         command.interrupt(number)
         assert command.ends() in (130, -signal.SIGKILL)
-    eventually(lambda: not [*there.iterdir()], "nothing is left")
+    eventually(lambda: not [*there.iterdir()], "the probe has deleted its objects")
 
 
 def test_a_bucket_whose_probe_is_interrupted_is_left_as_it_was(folder: Folder, s3: S3Server) -> None:
     s3.misbehave(latency_s=0.02)
     with folder.started("plan", *SMALL, "--store", s3.url("runs"), "--probe") as command:
-        eventually(lambda: s3.requests("PUT", "large-"), "a large object is on its way")
+        eventually(lambda: s3.requests("PUT", "large-"), "the probe is sending a large object")
         command.interrupt()
         assert command.ends() == 130
     written = {row["path"] for row in s3.requests("PUT", "/plan-")}
@@ -259,5 +261,7 @@ def test_status_of_a_long_run_lists_the_measurements_of_four_ranks_alone(monkeyp
     monkeypatch.setattr(store, "list", listing)
     compared = plan_check.compare_with_plan(run)
     assert compared is not None
-    assert compared.round_s == 230.0, "the median of the newest"
-    assert sorted(listed) == ["0000/2", "0002/2", "0003/1", "0003/2", "0004/2"], "of four that run"
+    assert compared.round_s == 230.0, "status shows the median of the newest segments"
+    assert sorted(listed) == ["0000/2", "0002/2", "0003/1", "0003/2", "0004/2"], (
+        "status reads the segments of at most four ranks"
+    )

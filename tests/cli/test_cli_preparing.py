@@ -52,7 +52,7 @@ def test_status_knows_a_run_from_the_moment_its_id_is_chosen(slow: Folder, here:
         assert here.replicas("status", "mine", "--json").json["status"] == "preparing"
         with pytest.raises(RunNotFoundError, match="is preparing"):
             attach("mine")
-        assert list_runs() == [], "it is not a run yet"
+        assert list_runs() == [], "a launch that is being prepared is not listed as a run"
         (slow.path / "go").write_text("")
         assert command.ends() == 0
     assert here.replicas("status", "mine", "--json").json["status"] == "succeeded"
@@ -83,7 +83,7 @@ def test_a_launch_that_came_to_nothing_reports_the_reason_and_is_not_listed(
     old = folder / "mine.json"
     os.utime(old, (old.stat().st_atime, old.stat().st_mtime - FORGOTTEN_S - 60))
     assert here.launch("job:main", "--run-id", "other").code == 0
-    assert list(folder.iterdir()) == [], "it is forgotten after a day"
+    assert list(folder.iterdir()) == [], "the note is deleted after a day"
     assert here.replicas("status", "mine").code == 2
 
 

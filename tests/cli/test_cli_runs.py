@@ -168,7 +168,9 @@ def test_a_closed_pipe_is_silent_and_a_full_disk_under_the_output_is_one_error(
     for verb in ("ls", "logs mine", "collect mine --json"):
         assert in_shell(f"{verb} >/dev/full") == (1, "", "Error: [Errno 28] No space left on device\n"), verb
     code, said, _ = in_shell("status never-was --json 2>/dev/full")
-    assert (code, json.loads(said)["kind"]) == (2, "RunNotFoundError"), "a document that nothing on stderr is beside"
+    assert (code, json.loads(said)["kind"]) == (2, "RunNotFoundError"), (
+        "the error is a document on stdout, and stderr is empty"
+    )
 
 
 @pytest.mark.parametrize(
@@ -426,7 +428,7 @@ def test_each_distinct_failure_is_reported_once_with_the_users_last_frames(
     assert lines[at + 2].strip() == "raise RuntimeError(message)"
     assert lines[at + 3].startswith("  Log: replicas logs ")
     assert told.stdout.count("raise RuntimeError") == 1
-    assert told.stdout.count("it went wrong") <= 2, "when it happened, and at the end"
+    assert told.stdout.count("it went wrong") <= 2, "the failure is shown when it happens and at the end"
 
 
 def test_collect_writes_a_whole_log_however_long(here: HereInstead, local: LocalProcessExecutor) -> None:

@@ -101,7 +101,7 @@ def test_a_script_parses_its_own_options_and_none_of_this_project(user: HereInst
     assert log_of(user, result, "with")[0].startswith("[0] lr 0.5")
     result = user.launch(name, "--run-id", "wrong", "--", "--no-such", "0.5", n=1)
     assert result.code == 1
-    assert "no-such" in result.stdout, "the parser's own words"
+    assert "no-such" in result.stdout, "the message contains the text of the parser"
 
 
 def test_a_main_that_is_only_called_keeps_its_result(user: HereInstead) -> None:
@@ -134,7 +134,9 @@ def test_the_error_for_options_that_are_parsed_at_import_explains_where_to_put_t
     assert "the following arguments are required: --data" in result.stderr
     assert "after --, which runs it as a script: replicas launch at_import.py --n 4 -- …" in result.stderr
     result = user.launch("at_import.py", "--run-id", "mine", "--", "--data", "corpus", n=1)
-    assert (result.code, user.replicas("logs", "mine").stdout) == (0, ""), "as python would: nothing calls main"
+    assert (result.code, user.replicas("logs", "mine").stdout) == (0, ""), (
+        "the file calls no function, so it prints nothing, as with python"
+    )
 
 
 def test_the_error_for_a_misplaced_script_option_explains_where_to_put_it(user: HereInstead) -> None:

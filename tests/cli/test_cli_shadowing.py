@@ -64,7 +64,7 @@ def test_a_launch_imports_the_users_modules_and_none_that_has_the_name_of_anothe
     assert done.stdout.count('"of the user"') == 4
     for name in ("logging", "random"):
         told = f"job.py imports {name!r}. In a replica, that is Python's own module, and not your {name}.py"
-        assert (told in done.stderr) == (name == "logging"), "the first is enough"
+        assert (told in done.stderr) == (name == "logging"), "only the first reserved name is reported"
 
 
 def test_torch_is_preloaded_beside_a_module_of_that_name(trapped: Folder) -> None:
@@ -72,7 +72,7 @@ def test_torch_is_preloaded_beside_a_module_of_that_name(trapped: Folder) -> Non
     (trapped.path / "with_torch.py").write_text(source)
     done = command(trapped, "launch", "with_torch.py", "--n", 1, "--option", 'preload=["torch"]')
     assert done.returncode == 0, (done.stdout, done.stderr)
-    assert "imports" not in done.stderr, "what no file imports is not spoken of"
+    assert "imports" not in done.stderr, "a module that no file imports is not named"
 
 
 def test_the_other_verbs_import_nothing_of_the_users_folder(trapped: Folder) -> None:

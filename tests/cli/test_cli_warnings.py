@@ -29,7 +29,7 @@ def job(here: HereInstead) -> HereInstead:
 
 def test_commands_that_watch_a_run_to_its_end_show_its_warnings(job: HereInstead) -> None:
     launched = job.launch("warns_job:main", "--arg", "ranks=[1]", "--run-id", "mine")
-    assert launched.code == 0, "a warning is not a failure"
+    assert launched.code == 0, "a run with warnings ends with exit code 0"
     for shown in (
         launched.stdout,
         job.replicas("wait", "mine").stdout,
@@ -65,7 +65,7 @@ def test_events_are_lines_without_control_characters_and_objects_with_the_whole_
     followed = job.replicas("events", "mine", "-f").stdout
     assert followed.count(" warning: ") == 4
     report = job.replicas("report", "mine", "--json").json
-    assert (report["n_warnings"], len(report["warnings"])) == (4, 3), "a text that several ranks have is shown once"
+    assert (report["n_warnings"], len(report["warnings"])) == (4, 3), "a warning of several ranks is shown once"
     assert report["warnings"][0]["ranks"] == [0, 1]
     assert any(each["text"].startswith("4 warnings, the first: ranks 0-1: 225 steps") for each in report["in_short"])
 

@@ -42,7 +42,7 @@ class TestInlineExecutor(ExecutorContract):
         return InlineExecutor()
 
     def test_a_replica_that_ignores_sigterm_can_still_be_cancelled(self, executor: ServerlessExecutor) -> None:
-        pytest.skip("its launch returns when the replica has ended")
+        pytest.skip("the launch of this backend returns only when the replica has ended")
 
     def test_an_exit_without_a_result_is_a_failure_with_the_exit_code(self, executor: ServerlessExecutor) -> None:
         (row,) = self.collected(executor, executor.launch_replicas(1, task("leave"), {"code": 3, "how": "sys"}))

@@ -72,7 +72,7 @@ def test_a_third_party_gets_a_name_json_arguments_and_a_warning_about_the_direct
 
     run = launch(executor, task("echo"), 1, rendezvous=str(tmp_path / "chosen"))
     run.wait()
-    assert capfd.readouterr().err == "", "nothing, where the rendezvous was chosen"
+    assert capfd.readouterr().err == "", "no warning is printed if the user has chosen the rendezvous"
     assert (tmp_path / "chosen" / run.run_id / "run.json").is_file()
 
 
@@ -143,7 +143,7 @@ class NotedExecutor(PopenExecutor):
 
     def cancel(self, handle: Any) -> None:
         if handle.rank == 0:
-            raise RuntimeError("their API is down")
+            raise RuntimeError("the API is down")
         super().cancel(self.tickets[handle.rank])
 
 
@@ -222,19 +222,19 @@ def test_replicas_of_a_third_party_that_cannot_be_ended_at_the_exit_are_named_an
 
     def refuse(handle: Any) -> None:
         if handle.rank < 2:
-            raise RuntimeError("their API is down")
+            raise RuntimeError("the API is down")
         cancel(handle)
 
     monkeypatch.setattr(executor, "cancel", refuse)
     for told in exits:
         told()
     assert [is_alive(handle.process.pid) for handle in run.handles] == [True, True, False]
-    said = f"replicas: ranks 0-1 of run {run.run_id} may still run on 'popen': RuntimeError: their API is down"
+    said = f"replicas: ranks 0-1 of run {run.run_id} may still run on 'popen': RuntimeError: the API is down"
     assert said in capfd.readouterr().err
     monkeypatch.setattr(executor, "cancel", cancel)
     monkeypatch.setattr("atexit.unregister", exits.remove)
     run.cancel()
-    assert exits == [], "nothing is left"
+    assert exits == [], "no replica runs any more"
 
 
 def test_environment_values_and_objects_without_the_verbs_are_refused(executor: PopenExecutor) -> None:

@@ -83,8 +83,8 @@ def test_reads_at_once_share_the_rate_and_directions_do_not() -> None:
     done_s = link.at_once(a=a, b=b, up=lambda: link.store.put("c", b"x" * 2 * MB))
     turn_s = PIECE_BYTES / MB
     assert done_s["up"] == 2.5
-    assert abs(done_s["a"] - 2.5) <= turn_s, "half of the rate, while the other one reads"
-    assert done_s["b"] == 4.5, "together as long as one after the other"
+    assert abs(done_s["a"] - 2.5) <= turn_s, "a reader has half of the rate while the other one reads"
+    assert done_s["b"] == 4.5, "two reads at once take as long as one after the other"
 
 
 def test_each_process_has_its_own_link() -> None:

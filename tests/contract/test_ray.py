@@ -79,7 +79,7 @@ class TestRayJobs(JobServiceContract):
         return {"id": "never-was", "url": f"{os.environ['RAY_API_SERVER_ADDRESS']}/#/jobs/never-was"}
 
     def test_a_job_that_runs_into_its_limit_is_ended(self, service: JobService) -> None:
-        pytest.skip("Ray has no limits: a replica's own supervisor ends it")
+        pytest.skip("Ray has no time limits: the supervisor in the job ends the replica")
 
 
 class OnThisMachine(RayExecutor):

@@ -48,7 +48,9 @@ def test_a_create_whose_reply_was_lost_is_recognized_as_this_writers_own(s3: S3S
         assert store.put_if_absent(key, parts) is True, key
         assert [row["status"][:3] for row in s3.requests("PUT", f"runs/{key}")][1:] == ["412"], key
         assert store.get(key) == b"".join(parts)
-        assert not store.put_if_absent(key, parts), "the same bytes, and no reply was lost: somebody else's"
+        assert not store.put_if_absent(key, parts), (
+            "no reply was lost, so another writer created the object with the same bytes"
+        )
 
 
 def test_a_create_that_failed_while_another_writer_won_is_reported_as_lost(s3: S3Server) -> None:

@@ -47,7 +47,7 @@ def test_a_store_is_opened_again_by_its_url(s3: S3Server, monkeypatch: pytest.Mo
     found = open_store(f"s3://{BUCKET}/x")
     found.put("a", b"1")
     assert found.url == f"s3://{BUCKET}/x"
-    assert s3.requests("PUT", f"/{BUCKET}/x/a"), "in path style"
+    assert s3.requests("PUT", f"/{BUCKET}/x/a"), "the request has the bucket in its path"
 
 
 def test_amazons_endpoint_is_not_addressed_in_path_style(s3: S3Server) -> None:
@@ -99,7 +99,7 @@ def test_an_operation_that_the_credentials_do_not_allow_is_named(s3: S3Server) -
     s3.misbehave(forbidden=["DELETE"])
     store = open_store(s3.url())
     assert [entry.key for entry in store.list("")] == ["a"]
-    assert list(store.list(".probe")) == [], "a probe that could not be deleted shows"
+    assert list(store.list(".probe")) == [], "an object of a probe that could not be deleted is listed"
     with pytest.raises(ValueError, match="reserved"):
         store.put(".probe~/x", b"")
     with pytest.raises(StoreError, match="s3:DeleteObject"):

@@ -71,10 +71,10 @@ def test_an_unfinished_file_in_a_directory_has_no_name(tmp_path: Path) -> None:
     args = ["executors.store:open_store", store.url, "write_one", "put_if_absent", "half", "2048"]
     with python_process(Path(store_process.__file__), *args) as writer:
         assert receive(writer) == "ready"
-        written = eventually(lambda: bytes_being_written(writer.pid, root), "the writer writes", every_s=0)
+        written = eventually(lambda: bytes_being_written(writer.pid, root), "the writer has begun to write", every_s=0)
         writer.kill()
         writer.wait()
-    assert 0 < written < 2048 << 20, "caught in the middle"
+    assert 0 < written < 2048 << 20, "the writer is killed in the middle of the object"
     assert [path for path in root.rglob("*") if path.is_file()] == []
 
 
@@ -87,12 +87,12 @@ def test_a_hidden_file_of_a_killed_writer_is_deleted_when_the_store_is_opened_la
     args = ["support.stores:open_without_anonymous_files", store.url, "write_one", "put", "half", "2048"]
     with python_process(Path(store_process.__file__), *args) as writer:
         assert receive(writer) == "ready"
-        eventually(lambda: bytes_being_written(writer.pid, root), "the writer writes", every_s=0)
+        eventually(lambda: bytes_being_written(writer.pid, root), "the writer has begun to write", every_s=0)
         writer.kill()
         writer.wait()
     (left,) = root.iterdir()
     open_store(root)
-    assert left.exists(), "it may be another's that writes"
+    assert left.exists(), "a recent hidden file may belong to another writer, so it stays"
     os.utime(left, (0, time.time() - 2 * 86400))
     FileStore(root)
     assert list(root.iterdir()) == []

@@ -64,7 +64,7 @@ def test_each_reference_to_an_adr_names_one_that_exists() -> None:
         path = ROOT / name
         if path.suffix in TEXTS and path.is_file() and path != Path(__file__):
             wrong += [f"{name}: ADR {each}" for each in references_in(path.read_text("utf-8")) if each not in numbers]
-    assert wrong == [], "the record was absorbed by another one, or never existed"
+    assert wrong == [], "no record has this number: it was absorbed by another record, or never existed"
 
 
 def test_no_two_adrs_have_one_number() -> None:
@@ -86,7 +86,7 @@ def test_each_link_and_each_file_that_a_page_names_exists(page: Path) -> None:
     assert [target for target in links if not (page.parent / target).exists()] == []
     named = {name for code in re.findall(r"`([^`\n]+)`", text) for name in FILE_NAME.findall(code)}
     missing = [name for name in named if not any(f"/{each}".endswith(f"/{name}") for each in tracked())]
-    assert {*missing} <= FILES_OF_USERS, "rename it here, too"
+    assert {*missing} <= FILES_OF_USERS, "add the name to FILES_OF_USERS, or correct it on the page"
 
 
 def test_the_index_lists_each_adr_once_in_one_line_with_its_title() -> None:
@@ -100,7 +100,9 @@ def test_the_number_of_an_absorbed_adr_is_not_used_again() -> None:
     rows = re.findall(r"^\| (\d{4}[^|]*) \| (\d{4}[^|]*) \|$", INDEX.read_text("utf-8"), flags=re.MULTILINE)
     absorbed = [number for old, _ in rows for number in re.findall(r"\d{4}", old)]
     numbers = {number_of(adr) for adr in adrs()}
-    assert numbers & {*absorbed} == set(), "give it the number after the highest in ADRs/README.md"
+    assert numbers & {*absorbed} == set(), (
+        "a record has the number of an absorbed one: use the number after the highest in ADRs/README.md"
+    )
     assert {number for _, new in rows for number in re.findall(r"\d{4}", new)} <= numbers
     missing = {f"{number:04}" for number in range(1, int(max(numbers)) + 1)} - numbers - RESERVED
     assert sorted(missing) == sorted(absorbed), "the table of absorbed records has each number that has no record"
@@ -122,5 +124,5 @@ def test_the_example_of_a_job_service_imports_what_exists_and_has_each_call_of_a
     example = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "MyJobs")
     written = {node.name for node in example.body if isinstance(node, ast.FunctionDef)}
     service = scope["JobService"]
-    assert service.__abstractmethods__ <= written, "a service that follows the example could not be made"
+    assert service.__abstractmethods__ <= written, "the example of a service lacks an abstract method"
     assert [name for name in sorted(written) if not hasattr(service, name)] == []

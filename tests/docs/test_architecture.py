@@ -164,7 +164,7 @@ def test_executors_is_seen_at_one_glance() -> None:
 def test_a_room_of_executors_imports_only_from_lower_floors() -> None:
     floor = {room: number for number, rooms in enumerate(FLOORS, start=1) for room in rooms}
     files = files_of("executors")
-    assert {room_of(name) for name in files} <= floor.keys(), "a room without a floor"
+    assert {room_of(name) for name in files} <= floor.keys(), "a room is missing in the list of floors"
     assert [
         f"{name} imports {other}"
         for name, imported in arrows(files).items()
@@ -257,7 +257,9 @@ def test_one_folder_alone_knows_operating_systems() -> None:
                 found |= {(where, name)} if name in OF_ONE_SYSTEM else set()
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
                 found |= {(where, part) for part in OF_LINUX if node.value.startswith(part)}
-    assert {each for each in found if not each[0].startswith(SYSTEMS)} <= SYSTEMS_ALLOWED.keys(), "put the call there"
+    assert {each for each in found if not each[0].startswith(SYSTEMS)} <= SYSTEMS_ALLOWED.keys(), (
+        "make the call in the file that the test names"
+    )
 
 
 def test_each_system_has_a_file_with_the_same_functions_and_facts() -> None:

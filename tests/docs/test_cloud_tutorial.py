@@ -24,4 +24,6 @@ def test_a_reader_with_the_page_alone_gets_through_the_first_cloud_run(
     assert len(modal_runs.sandboxes) == 2, "`--dry-run` starts nothing"
     assert (page.folder / "model.safetensors").is_file()
     assert (page.folder / "results" / "results.json").is_file()
-    assert not [each for each in s3.requests("PUT") if each["path"].endswith("/run.json")][1:], "there is one run"
+    assert not [each for each in s3.requests("PUT") if each["path"].endswith("/run.json")][1:], (
+        "the tutorial launches one run"
+    )

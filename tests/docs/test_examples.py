@@ -77,9 +77,11 @@ def test_all_cells_that_show_a_run_show_its_end_when_it_was_waited_for(notebook:
     assert first.count("200/200") == 4
     assert first == again
     assert "<polyline" in first
-    assert all('class="in-short"' in html and "<script" not in html for html in (first, cancelled)), "the page's head"
+    assert all('class="in-short"' in html and "<script" not in html for html in (first, cancelled)), (
+        "the output has the head of the page"
+    )
     assert "2 cancelled" in cancelled
-    assert output_of(notebook, "run.cancel()") == "[]", "no thread is left"
+    assert output_of(notebook, "run.cancel()") == "[]", "no thread updates cells after the end of the run"
 
 
 def test_a_process_that_waits_in_a_notebook_sees_how_far_the_run_is(notebook: Any) -> None:

@@ -21,7 +21,7 @@ def test_the_profile_of_a_laptop_trains_evaluates_and_leaves_a_model_with_its_re
     result = folder.replicas("launch", "--profile", "laptop", *quick, "--json", environ={"HF_HUB_OFFLINE": "1"})
     assert result.code == 0, result
     first, second = (row["result"] for row in result.json["replicas"])
-    assert first["model"] == second["model"], "all end with one model, bit for bit"
+    assert first["model"] == second["model"], "all replicas end with the same model, bit for bit"
     assert first["loss"] == second["loss"] < 0.95 * first["loss_before"]
     assert "2 replicas trained a model of" in result.json["summary"]
     assert folder.replicas("collect", "mine", "--out", "kept").code == 0

@@ -434,7 +434,9 @@ def test_names_with_one_meaning_are_defined_more_than_once() -> None:
         for node in language.tree_of(path).body
         if isinstance(node, ast.ClassDef | ast.FunctionDef)
     )
-    assert {name for name in language.SAME_MEANING if defined[name] < 2} == set(), "remove it from SAME_MEANING"
+    assert {name for name in language.SAME_MEANING if defined[name] < 2} == set(), (
+        "SAME_MEANING has a name that is defined only once: remove the name"
+    )
 
 
 # ------------------------------------------------------------------------------------------- README

@@ -39,7 +39,9 @@ def check_picture(path: Path) -> None:
 def test_a_drawing_in_the_repository_is_the_one_of_its_recipe(name: str, tmp_path: Path) -> None:
     for path in importlib.import_module(f"docs.pictures.{name}").write(tmp_path):
         check_picture(path)
-        assert path.read_text() == (FOLDER / path.name).read_text(), "To draw it again: make pictures"
+        assert path.read_text() == (FOLDER / path.name).read_text(), (
+            "the drawing differs from its code: draw it again with `make pictures`"
+        )
 
 
 @pytest.mark.parametrize("name", RECORDINGS)

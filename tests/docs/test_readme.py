@@ -60,7 +60,7 @@ def test_the_python_example_prints_what_the_readme_says_from_an_unguarded_script
     (tmp_path / "script.py").write_text(block_with(PYTHON, "print(launch("))
     assert run([sys.executable, "script.py"], tmp_path) == block_with(TEXT, "{'rank': 3, 'loss': 0.005}]")
     (launched,) = list_runs()
-    assert launched.warnings() == [], "a function that returns values does not train alone"
+    assert launched.warnings() == [], "no warning: a function without an optimizer does not train alone"
 
 
 def test_the_python_example_has_six_lines() -> None:
@@ -224,7 +224,7 @@ def test_the_loop_over_epochs_ends_with_the_run_and_begins_where_the_run_is() ->
     scope = {"diloco": diloco, "loader": loader, "itertools": itertools, "train_on": trained.append}
     exec(block_with(PYTHON, "train_on(batch)"), scope)
     assert (trained, diloco.inner_step, diloco.is_over) == ([0, 1, 2, 3, 0, 1], 10, True)
-    assert loader.n_epochs == 2, "no epoch begins after the last round"
+    assert loader.n_epochs == 2, "the loader begins no epoch after the last round"
     diloco.close()
 
 
@@ -289,7 +289,7 @@ def test_the_averaged_model_that_is_evaluated_and_saved_after_a_round_is_the_sam
 
     first, second = run_replicas(2, body)
     assert first == second
-    assert first[1] - first[0] == pytest.approx(5 * 2 * 1.5), "of the mean, five rounds later"
+    assert first[1] - first[0] == pytest.approx(5 * 2 * 1.5), "the mean has moved by five rounds"
     saved = [torch.load(tmp_path / f"{rank}-anchor-10.pt") for rank in range(2)]
     assert torch.equal(saved[0]["weight"], saved[1]["weight"])
     assert saved[0]["weight"].item() == first[1]

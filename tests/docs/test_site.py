@@ -105,7 +105,9 @@ def test_the_site_as_text_has_a_line_for_each_page(site: Path) -> None:
 
 
 def test_the_surface_file_lists_exactly_what_is_public() -> None:
-    assert SURFACE.read_text(encoding="utf-8") == surface(), "To write it again: make surface"
+    assert SURFACE.read_text(encoding="utf-8") == surface(), (
+        "docs/surface.txt differs from the public names: write it again with `make surface`"
+    )
 
 
 def test_each_reason_of_an_outcome_is_explained() -> None:

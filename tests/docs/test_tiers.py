@@ -26,7 +26,9 @@ def names_in(file: Path) -> set[str]:
 @pytest.mark.parametrize("file", sorted({line.partition("::")[0] for line in NIGHT}))
 def test_each_test_that_runs_at_night_exists(file: str) -> None:
     names = {line.partition("::")[2].partition("[")[0] for line in NIGHT if line.partition("::")[0] == file}
-    assert names <= names_in(TESTS / file), "rename or remove its line in tests/night.txt"
+    assert names <= names_in(TESTS / file), (
+        "tests/night.txt names a test that does not exist: correct or remove the line"
+    )
 
 
 @pytest.mark.parametrize("lines", [NIGHT, DAY], ids=["night", "day"])

@@ -55,7 +55,7 @@ def test_no_other_end_is_answered(machines: Machines, reason: str | None) -> Non
     with waited_for(run):
         wait_until_hanging(run)
         machines.end(machines.job_of(run, 0), reason)  # type: ignore[arg-type]
-        eventually(lambda: run.status().is_terminal, "the run is over")
+        eventually(lambda: run.status().is_terminal, "the run has ended")
         assert machines.living() == []
         assert [outcome.attempt for outcome in run.outcomes()] == [0]
 
@@ -82,7 +82,7 @@ def test_a_preempted_rank_of_a_detached_run_comes_back_when_a_user_watches_with_
     run = start(1, "hang", detach=True)
     wait_until_hanging(run)
     machines.end(machines.job_of(run, 0), "preempted")
-    eventually(lambda: run.status().is_terminal, "nobody restarts it")
+    eventually(lambda: run.status().is_terminal, "the run ends, because no process restarts the rank")
     here = HereInstead(Folder(Path.cwd()), monkeypatch, capsys)
     fake = f"{FakeExecutor.__module__}:{FakeExecutor.__name__}"
     told = here.replicas("watch", "otter", "--once", "--restarts", restarts, "--backend", fake)
@@ -110,7 +110,7 @@ def test_a_resume_can_switch_restarts_off_for_a_run_that_was_launched_with_them(
         wait_until_hanging(resumed)
         assert restarts_nothing(machines.job_of(resumed, 0).job.env)
         machines.end(machines.job_of(resumed, 0), "preempted")
-        eventually(lambda: resumed.status().is_terminal, "the run is over")
+        eventually(lambda: resumed.status().is_terminal, "the run has ended")
     assert machines.living() == []
     policy = next(entry for entry in DecisionLog(view_of(run).store, "otter").read() if entry.kind == "policy")
     assert policy.restarts == "none"
@@ -120,7 +120,9 @@ def test_a_resume_can_switch_restarts_off_for_a_run_that_was_launched_with_them(
 def test_a_replicas_own_supervisor_continues_without_a_policy(machines: Machines) -> None:
     start(1, "main").wait(60)
     (job,) = machines.jobs
-    assert restarts_nothing(job.job.env), "it would end a replica that is idle"
+    assert restarts_nothing(job.job.env), (
+        "the supervisor of a replica gets no policy, because a policy would end an idle replica"
+    )
 
 
 def test_the_policy_is_read_as_it_is_written() -> None:

@@ -203,7 +203,7 @@ def test_an_interrupt_in_the_middle_of_a_launch_ends_the_started_jobs(machines: 
     def interrupt() -> bool:
         eventually(lambda: len(machines.living()) == 3)
         os.kill(os.getpid(), signal.SIGINT)
-        eventually(lambda: machines.living() == [], "the others are ended, while this one is on its way")
+        eventually(lambda: machines.living() == [], "the other jobs end while the job of this rank is being started")
         return True
 
     machines.fail("start", rank=2, after_applying=True, when=interrupt)
@@ -261,7 +261,7 @@ def test_a_start_that_begins_to_wait_after_the_launch_was_given_up_is_interrupte
         patch.setattr(FakeJobs, "interrupt_starts", interrupt)
         with pytest.raises(LaunchError, match="replica 1 of 2"):
             start(2)
-    assert decides.is_set(), "it waited for as long as a machine may take"
+    assert decides.is_set(), "the start waited for the full time that a machine may take"
     assert machines.living() == []
 
 
@@ -291,7 +291,7 @@ def test_a_launcher_that_died_before_the_service_knew_leaves_a_rank_pending_that
     with pytest.raises(ValueError, match="no replica to resume: 1 pending"):
         resume(attached())
     assert str(view_of(run).executor.poll(run.handles[0])) == "pending", (
-        "nor is the job of the attempt before asked about"
+        "the service is not asked about the job of the previous attempt"
     )
     attached().cancel()
     assert [(outcome.status, outcome.attempt) for outcome in attached().outcomes()] == [("cancelled", 1)]
@@ -307,7 +307,7 @@ def test_a_service_that_cannot_answer_leaves_a_rank_that_is_being_started_as_it_
     machines.calls.clear()
     machines.fail("find", kind, times=None)
     assert attached().status().counts == "1 pending"
-    assert machines.count("find") == 1, "the next look asks again"
+    assert machines.count("find") == 1, "one look asks the service once, and the next look asks again"
     assert "rank 0: Fake cannot report the state of its job" in caplog.text
     machines.forgive()
     machines.fail("find", "rejected")
@@ -336,7 +336,7 @@ def test_an_intent_is_old_by_the_clock_of_the_process_that_looks(machines: Machi
     other = attach("otter", executor=executor)
     for now in (0.0, STALE_INTENT_S - 1):  # noqa: B007 - it is the clock
         n_asked = machines.count("find")
-        eventually(lambda n=n_asked: other.status() and machines.count("find") > n, "it is looked for")  # type: ignore[misc]
+        eventually(lambda n=n_asked: other.status() and machines.count("find") > n, "the process searches for the job")  # type: ignore[misc]
         assert other.status().counts == "1 pending"
     now = STALE_INTENT_S
     eventually(lambda: other.status().counts == "1 failed")
@@ -362,9 +362,9 @@ def test_a_job_whose_launcher_left_no_handle_is_found_by_its_key(machines: Machi
     view_of(run).store.delete(key)
     machines.hides = lambda _: 1
     other = attached()
-    assert other.handles == [None], "one who attaches early sees none yet, and finds it later"
+    assert other.handles == [None], "a process that attaches early sees no handle"
     machines.hides = lambda _: 0
-    eventually(lambda: other.handles != [None], "it is not looked for all the time")
+    eventually(lambda: other.handles != [None], "the handle is found, although not every look searches for the job")
     other.cancel()
     assert json.loads(bytes(view_of(run).store.get(key))) == json.loads(handle)
     assert machines.living() == []

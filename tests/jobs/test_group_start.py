@@ -59,7 +59,9 @@ def test_ranks_that_are_resumed_are_a_group_of_their_own(machines: Machines) -> 
     assert machines.living() == [(0, 0), (1, 1), (2, 0), (3, 1)]
     run.cancel(2)
     resume(attached(), ranks=[2])
-    assert machines.living() == [(0, 0), (1, 1), (2, 1), (3, 1)], "two groups of one name"
+    assert machines.living() == [(0, 0), (1, 1), (2, 1), (3, 1)], (
+        "the resumed ranks run beside the others, in a second group of the same name"
+    )
     assert machines.count("start") == 3
     attached().cancel()
     assert machines.living() == []
@@ -116,7 +118,9 @@ def test_jobs_that_no_one_left_a_handle_of_are_found_each_by_its_key(machines: M
     for rank in range(3):
         view_of(run).store.delete(f"otter/replicas/{rank:04d}/0/handle.json")
     other = attached()
-    eventually(lambda: None not in other.handles, "they are not looked for all the time")
+    eventually(
+        lambda: None not in other.handles, "the handles are found, although not every look searches for the jobs"
+    )
     other.cancel()
     assert machines.living() == []
 
@@ -145,10 +149,10 @@ def test_a_cancel_is_not_reported_as_done_if_the_service_cannot_say_whether_a_jo
     view_of(run).store.delete(left.key("handle.json"))
     machines.fail("find", "unavailable", times=None)
     if has_looked:
-        assert other.status().counts == "2 pending", "a look goes on without it"
+        assert other.status().counts == "2 pending", "status shows the run although the service does not answer"
     with pytest.raises(BackendError, match="Fake: unavailable"):
         other.cancel()
-    assert machines.living() == [], "this machine has noted the id of the job"
+    assert machines.living() == [], "the cancel ends the jobs, because this machine has noted their ids"
     assert left.has("cancel.json")
     assert left.outcome() is None
     machines.forgive()

@@ -188,7 +188,7 @@ def test_a_command_in_a_message_finds_the_run_from_another_machine(
     assert f"replicas logs '{address}' --rank 0" in here.replicas("status", address).stdout
     hf.hold("cpu-basic")
     assert "replicas cancel otter" in here.replicas("resume", address, "--detach", "--trust-bucket").stdout
-    assert here.replicas("cancel", "otter").code == 0, "this machine has noted where the run is that it resumed"
+    assert here.replicas("cancel", "otter").code == 0, "this machine has noted the store of the run that it resumed"
 
 
 def test_a_detached_run_continues_without_its_launcher(hf: HubServer, here: HereInstead) -> None:

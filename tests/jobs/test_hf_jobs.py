@@ -172,7 +172,7 @@ def test_each_way_to_end_has_its_state(hf: HubServer, service: JobService) -> No
         JobState(True, "preempted", 137, f"{failed}Evicted"),
     ]
     assert [state.reason for state in states[3:]] == ["lost", "lost", "cancelled"]
-    assert service.find(replace(KEY, rank=3)) == [], "a deleted one is not found"
+    assert service.find(replace(KEY, rank=3)) == [], "a deleted job is not found"
     assert hf.job(stopped).stage == "CANCELED"
 
 
@@ -239,7 +239,7 @@ def test_jobs_that_the_filter_of_labels_lets_through_are_not_found(
     assert service.find(replace(KEY, rank=1)) == []
     unfiltered = hf._list
     hf._list = lambda request: Reply([{**job, "labels": None} for job in unfiltered(request).value])  # type: ignore[method-assign]
-    assert service.find(KEY) == [], "what shows no labels may be anybody's"
+    assert service.find(KEY) == [], "a job without labels may belong to another user, so it is not found"
 
 
 def test_a_log_that_breaks_off_is_read_again(hf: HubServer, service: JobService) -> None:
@@ -350,7 +350,7 @@ def test_the_pause_that_a_service_asks_for_is_kept(
             assert kind_of(call) == ("unavailable", pause_s), (route, headers)
         hf.fail(route, 503, headers={"Retry-After": "120"})
         assert kind_of(call) == ("unavailable", 120.0)
-        assert hf.count(route) == len(cases) + 1, "the SDK itself neither waits nor asks again"
+        assert hf.count(route) == len(cases) + 1, "the SDK itself does not repeat the request"
     assert caplog.records == []
 
 

@@ -58,7 +58,9 @@ def test_a_job_of_another_users_run_is_neither_shown_nor_ended(machines: Machine
         run = run_of(owner, named)
         assert "names a job that Fake does not know as this replica's" in run.status().replicas[0].note
         for name in ("outcome.json", "cancel.json"):
-            assert not exists(view_of(run).store, f"bad/replicas/0000/0/{name}"), "they would learn of it there"
+            assert not exists(view_of(run).store, f"bad/replicas/0000/0/{name}"), (
+                "the store of the other user has no record about the job"
+            )
     assert machines.living() == [(0, 0)]
     assert (machines.count("state"), machines.count("logs"), machines.count("stop")) == (0, 0, 0)
 
@@ -69,7 +71,7 @@ def test_a_foreign_job_of_one_rank_hides_no_other_of_its_backend_in_a_mixed_run(
     options = {"preload": (), "term_grace_s": 0.5}
     executor = executor_of(parts, lambda name: get_executor(name, options if name == "local" else {}))
     run = launch(executor, "job.py:hang", 3, run_id="otter", detach=True)
-    eventually(lambda: all("hanging" in run.logs(rank) for rank in range(3)), "all run")
+    eventually(lambda: all("hanging" in run.logs(rank) for rank in range(3)), "all replicas run")
     machines.end(machines.job_of(run, 2), "preempted")
     key = Attempt(view_of(run).store, "otter", 1).key("handle.json")
     job, handle = view_of(run).reader.handles.of(2).metadata["job"], json.loads(bytes(view_of(run).store.get(key)))

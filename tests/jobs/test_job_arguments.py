@@ -51,7 +51,9 @@ def test_replicas_that_see_this_machine_meet_where_the_variable_says_or_in_the_s
     monkeypatch.setenv("REPLICAS_RENDEZVOUS", str(tmp_path / "shared"))
     assert places() == {(tmp_path / "shared").as_uri()}
     request = LaunchRequest.of("job.py:main", n=1)
-    assert plan_launch(request, "inline").request.rendezvous is None, "it is for other machines"
+    assert plan_launch(request, "inline").request.rendezvous is None, (
+        "the variable is not used, because it is for replicas on other machines"
+    )
 
 
 def test_a_run_in_a_directory_is_the_same_run_by_a_link_to_it(machines: Machines, tmp_path: Path) -> None:

@@ -80,10 +80,10 @@ def test_a_job_that_some_answers_do_not_know_is_not_lost_while_its_replica_beats
     for of in (run, attached()):
         job.is_forgotten = True
         eventually(lambda of=of: of.status().replicas[0].note == "Fake does not know its job")  # type: ignore[misc]
-        assert not of.wait(2), "each look and each answer say the same"
+        assert not of.wait(2), "the run has not ended, although the service does not know the job"
         assert of.status().counts == "1 running"
         job.is_forgotten = False
-    eventually(lambda: run.status().replicas[0].note == "", "it is known again")
+    eventually(lambda: run.status().replicas[0].note == "", "the note disappears when the service knows the job again")
     run.cancel()
     assert ends(run) == [("cancelled", "cancelled")]
 
@@ -179,7 +179,9 @@ def test_replicas_that_get_no_machine_are_pending_and_can_be_cancelled(machines:
     machines.is_held = True
     run = start(2)
     assert attached().status().counts == "2 pending"
-    assert [state.note for state in attached().status().replicas] == ["scheduling"] * 2, "the service's own words"
+    assert [state.note for state in attached().status().replicas] == ["scheduling"] * 2, (
+        "the message contains the text of the service"
+    )
     assert run.logs(rank=0) == ""
     run.cancel()
     assert ends(run) == [("cancelled", "cancelled")] * 2
@@ -222,7 +224,7 @@ def test_a_service_that_cannot_answer_leaves_a_replica_as_it_is(
         machines.calls.clear()
         machines.fail("state", kind, times=None)
         assert attached().status().counts == "1 pending"
-        assert machines.count("state") == 1, "the next poll asks again"
+        assert machines.count("state") == 1, "one poll asks once, and the next poll asks again"
         assert "Fake cannot report the state of its job" in caplog.text
         machines.forgive()
     machines.fail("state", "rejected")
@@ -313,10 +315,10 @@ def test_a_cancel_is_ordered_although_the_service_rejects_every_question(
         assert machines.living() == [(0, 0), (1, 0)]
     else:
         attached().cancel()
-        assert machines.living() == [], "who is not told how they are may end them"
+        assert machines.living() == [], "the cancel ends the jobs, although their states are unknown"
     assert [(entry.kind, entry.rank) for entry in DecisionLog(view_of(run).store, "otter").read()] == [("cancel", None)]
     assert all(view_of(run).newest_attempt(rank).has("cancel.json") for rank in range(2)), (
-        "replicas look there by themselves"
+        "the cancel markers are written, and replicas read them"
     )
     machines.forgive()
     run.cancel()
@@ -363,7 +365,7 @@ def test_a_job_is_verified_once_in_each_process(machines: Machines) -> None:
     machines.is_held = True
     run = start()
     run.status()
-    assert machines.count("verify") == 0, "its launcher knows it"
+    assert machines.count("verify") == 0, "the launcher does not verify its own job"
     other = attached()
     other.status()
     other.cancel()

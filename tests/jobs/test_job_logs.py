@@ -63,7 +63,7 @@ def test_streams_stay_open_until_they_are_closed_and_then_end_at_once(hf: HubSer
     assert len(readers) == N
     for log in logs:
         log.close()
-    eventually(lambda: not any(reader.is_alive() for reader in readers), "no stream is held", within_s=20.0)
+    eventually(lambda: not any(reader.is_alive() for reader in readers), "all streams have ended", within_s=20.0)
     for job_id in ids:
         service.stop(job_id)
 
@@ -87,7 +87,7 @@ def test_many_sandboxes_are_asked_for_at_once(
     for log in logs:
         eventually(lambda log=log: new_lines(log) == ["again\n"])  # type: ignore[misc]
     calls = modal_cloud.calls_of("AppFetchLogs", "AppCountLogs")[before:]
-    assert {call.request.task_id for call in calls} == {""}, "no request is about one sandbox"
+    assert {call.request.task_id for call in calls} == {""}, "no request names a single sandbox"
     for job_id in ids:
         service.stop(job_id)
 

@@ -72,7 +72,7 @@ def folder(machines: Machines, tmp_path: Path) -> Path:
 def waits(folder: Path, n: int = 2, **more: Any) -> Run:
     """Launch replicas that wait until a file exists."""
     run = start(n, args={"folder": str(folder)}, **more)
-    eventually(lambda: len(list(folder.iterdir())) == n, "all wait")
+    eventually(lambda: len(list(folder.iterdir())) == n, "all replicas wait")
     return run
 
 
@@ -127,7 +127,7 @@ def test_the_launching_process_restarts_a_replica_that_lost_its_container(
     run = waits(folder, restarts=restarts)
     with waiting(run):
         end(machines, machines.job_of(run, 1))
-        eventually((folder / "1-1").exists, "rank 1 is started anew")
+        eventually((folder / "1-1").exists, "rank 1 is started again")
         (folder / "go").touch()
     assert run.results() == [0, 1]
     assert [(e.kind, e.start, e.how, e.reason) for e in log_of(run)] == [("restart", {1: 1}, "launch", reason)]
@@ -181,7 +181,7 @@ def test_a_replica_that_was_cancelled_at_the_service_stays_cancelled(machines: M
     run = waits(folder, restarts="5")
     with waiting(run):
         machines.end(machines.job_of(run, 1), "cancelled", gently=True)
-        eventually(lambda: attached().status().replicas[1].status.is_terminal, "rank 1 is over")
+        eventually(lambda: attached().status().replicas[1].status.is_terminal, "rank 1 has ended")
         (folder / "go").touch()
     assert [str(outcome.status) for outcome in run.outcomes()] == ["succeeded", "failed"]
     assert [(e.kind, e.rank, e.words) for e in log_of(run)] == [("cancel", 1, "cancelled at the backend 'fake'")]
@@ -198,7 +198,7 @@ def test_a_detached_run_waits_for_the_process_that_keeps_it(machines: Machines, 
         start_specs_of(view_of(controller), trusted_task(view_of(controller)), detach=True), None
     )
     with waiting(controller):
-        eventually((folder / "0-1").exists, "rank 0 is started anew")
+        eventually((folder / "0-1").exists, "rank 0 is started again")
         (folder / "go").touch()
     assert run.results() == [1, 0]
 
@@ -211,7 +211,8 @@ def test_a_handle_that_names_the_job_of_another_rank_keeps_no_other_from_its_res
     for rank in (0, 1):
         lose_container(machines, machines.job_of(run, rank))
     eventually(
-        lambda: run.status() and all(view_of(run).newest_attempt(rank).outcome() for rank in (0, 1)), "both are lost"
+        lambda: run.status() and all(view_of(run).newest_attempt(rank).outcome() for rank in (0, 1)),
+        "both ranks have an outcome",
     )
     key = Attempt(view_of(run).store, "otter", 1).key("handle.json")
     handle = json.loads(bytes(view_of(run).store.get(key)))
@@ -222,10 +223,10 @@ def test_a_handle_that_names_the_job_of_another_rank_keeps_no_other_from_its_res
         start_specs_of(view_of(controller), trusted_task(view_of(controller)), detach=True), None, told.append
     )
     with waiting(controller):
-        eventually(lambda: all((folder / name).exists() for name in ("0-1", "1-1")), "both are started anew")
+        eventually(lambda: all((folder / name).exists() for name in ("0-1", "1-1")), "both ranks are started again")
         (folder / "go").touch()
     assert run.results() == [1, 1, 0]
-    assert told == [], "what follows their ends could be decided"
+    assert told == [], "the process decides about both ends without a warning"
 
 
 def test_a_store_or_service_that_fails_for_a_while_is_reported_once_and_ends_no_wait(
@@ -235,7 +236,7 @@ def test_a_store_or_service_that_fails_for_a_while_is_reported_once_and_ends_no_
     machines.fail("start", "rejected", times=1)
     with waiting(run):
         lose_container(machines, machines.job_of(run, 0))
-        eventually((folder / "0-2").exists, "rank 0 is started anew", within_s=60)
+        eventually((folder / "0-2").exists, "rank 0 is started again", within_s=60)
         (folder / "go").touch()
     assert run.results() == [2]
     assert [(e.kind, e.start, e.reason) for e in log_of(run)] == [
@@ -252,7 +253,7 @@ def test_starts_that_the_service_refuses_for_a_while_use_up_no_restarts(
     machines.fail("start", "rejected", times=3)
     with waiting(run):
         preempt(machines, machines.job_of(run, 0))
-        eventually((folder / "0-4").exists, "rank 0 is started anew")
+        eventually((folder / "0-4").exists, "rank 0 is started again")
         (folder / "go").touch()
     assert run.results() == [4]
     assert [(e.kind, e.charged, e.reason) for e in log_of(run)] == [
@@ -260,7 +261,7 @@ def test_starts_that_the_service_refuses_for_a_while_use_up_no_restarts(
         *[("restart", False, "start_failed")] * 3,
     ]
     assert log_of(run)[-1].words == "start_failed, Rank 0 could not be started: Fake: rejected, as the test asked."
-    assert "trying again" not in capsys.readouterr().err, "who decides says what follows"
+    assert "trying again" not in capsys.readouterr().err, "the process that decides prints no line of its own"
 
 
 def test_a_rank_that_ends_again_does_not_wait_for_one_that_is_still_being_started(
@@ -271,7 +272,7 @@ def test_a_rank_that_ends_again_does_not_wait_for_one_that_is_still_being_starte
     for rank in range(2):
         preempt(machines, machines.job_of(run, rank))
     with waiting(run):
-        eventually((folder / "0-1").exists, "rank 0 is started anew")
+        eventually((folder / "0-1").exists, "rank 0 is started again")
         preempt(machines, machines.job_of(attached(), 0))
         eventually((folder / "0-2").exists, "rank 0 is started once more")
         assert not (folder / "1-1").exists()
@@ -293,7 +294,8 @@ def test_an_attached_run_has_a_lease_which_its_launcher_renews_and_a_second_watc
     assert json.loads(bytes(view_of(run).store.get(key))) == lease  # another process renews the lease
     second.start()
     taken = eventually(
-        lambda: (found := json.loads(bytes(view_of(run).store.get(key)))) != lease and found, "it is taken over"
+        lambda: (found := json.loads(bytes(view_of(run).store.get(key)))) != lease and found,
+        "another process has taken the lease over",
     )
     assert taken["holder"] not in ("", lease["holder"])
     second.release()
@@ -327,7 +329,7 @@ def test_a_run_whose_jobs_and_launcher_have_ended_says_at_the_first_look_how_to_
     preempt(machines, machines.job_of(run, 0))
     (seen,) = attached().status().replicas
     assert (seen.status, seen.note) == ("failed", "the run ended with its launcher: replicas resume otter")
-    assert attached().wait(10), "collect and wait do not wait for a restart that no process makes"
+    assert attached().wait(10), "collect and wait return, because no process makes the restart"
 
 
 def test_a_run_whose_launcher_may_still_renew_the_lease_waits_for_the_restart(machines: Machines, folder: Path) -> None:
@@ -338,7 +340,9 @@ def test_a_run_whose_launcher_may_still_renew_the_lease_waits_for_the_restart(ma
     LeaseHolder(view_of(run).store, run.run_id).release()
     renewed_last(run, by="elsewhere:4711", age_s=LEASE_S + 1)
     release_lease(view_of(run).store, run.run_id)
-    assert attached().status().counts == "1 pending", "a released run needs no launcher: another process may watch it"
+    assert attached().status().counts == "1 pending", (
+        "a run without a launcher is pending, because another process may watch it"
+    )
 
 
 def test_a_process_that_leaves_a_run_does_not_wait_for_a_bucket_that_does_not_answer(
@@ -363,9 +367,9 @@ def test_a_detached_resume_lets_an_attached_run_go_and_its_own_lease_once_it_has
     assert resume(run, detach=True).results() == [1]
     assert json.loads(bytes(view_of(run).store.get(f"{run.run_id}/lease.json")))["detached"]
     name = machines.jobs[1].job.env["REPLICA_LEASE_NAME"]
-    assert name.startswith("starts/"), "a lease of its own, until the last handle is written"
+    assert name.startswith("starts/"), "the detached resume has its own lease until the last handle is written"
     assert json.loads(bytes(view_of(run).store.get(f"{run.run_id}/{name}")))["detached"], (
-        "nobody has to renew it any more"
+        "the lease is released, so no process must renew it"
     )
 
 
@@ -400,7 +404,7 @@ def test_a_closed_laptop_another_machine_brings_a_run_back_with_its_url_alone(hf
     launched = here.replicas("launch", "job.py", "--n", 1, *where, "--restarts", 1)
     assert launched.code == 0, launched
     run = attach("otter")
-    eventually(lambda: "hanging" in run.logs(rank=0), "it hangs")
+    eventually(lambda: "hanging" in run.logs(rank=0), "the replica hangs")
     hf.kill(view_of(run).reader.handles.of(0).metadata["job"]["id"])
     elsewhere = {"XDG_STATE_HOME": str(tmp_path / "elsewhere"), "REPLICAS_RENDEZVOUS": ""}
     missing = here.replicas("watch", run.url, "--once", environ=elsewhere)
@@ -447,9 +451,11 @@ def test_a_start_whose_controller_died_before_the_service_heard_of_it_is_given_u
         start_specs_of(view_of(controller), trusted_task(view_of(controller)), detach=True), None
     )
     with waiting(controller):
-        eventually((folder / "0-2").exists, "rank 0 is started anew", within_s=60)
+        eventually((folder / "0-2").exists, "rank 0 is started again", within_s=60)
         (folder / "go").touch()
     assert "Did a laptop die?" in str(next_one.outcome())
     intent = next_one.at(2).find("intent.json", Intent.parse)
     assert intent is not None
-    assert intent.takes_s == START_LIMIT_S + LONGEST_PATIENCE_S + 1, "it may wait as long as the service asks"
+    assert intent.takes_s == START_LIMIT_S + LONGEST_PATIENCE_S + 1, (
+        "the intent allows for the pauses that the service asks for"
+    )

@@ -149,7 +149,10 @@ def test_a_run_is_found_by_one_list_and_so_are_64_ranks(k8s: ApiServer, service:
     jobs = [job(rank=rank) for rank in range(64)]
     ids = service.start_jobs(jobs)
     named = {each.key: job_id for each, job_id in zip(jobs, ids, strict=True)}
-    eventually(lambda: all("conditions" in pod.status for pod in k8s.cluster.pods.values()), "no pod has a node")
+    eventually(
+        lambda: all("conditions" in pod.status for pod in k8s.cluster.pods.values()),
+        "no pod has been assigned to a node",
+    )
     before = len(k8s.requests)
     states = KubernetesJobs().states(named)
     assert k8s.requests[before:] == ["list_pods"]
@@ -176,7 +179,7 @@ def test_ranks_that_start_together_end_each_by_itself(k8s: ApiServer, service: K
     k8s.cluster.limit_pod(pods[3], 1)
     ends = [state(service, job_id) for job_id in ids[:-1]]
     drained = (ends[4].reason, None)
-    assert drained[0] in ("lost", "preempted"), "as it was seen while it ended, or not"
+    assert drained[0] in ("lost", "preempted"), "the state depends on whether a look saw the pod while it ended"
     assert [(each.reason, each.exit_code) for each in ends] == [
         (None, 0),
         (None, 7),
@@ -185,7 +188,7 @@ def test_ranks_that_start_together_end_each_by_itself(k8s: ApiServer, service: K
         drained,
         ("timeout", 137),
     ]
-    assert not service.state(ids[-1]).has_ended, "none of them ends another"
+    assert not service.state(ids[-1]).has_ended, "the ends of other ranks do not end this rank"
     assert service.states({jobs[-1].key: ids[-1]}) == {jobs[-1].key: JobState(False)}
     service.stop(ids[-1])
     assert state(service, ids[-1]).has_ended
@@ -199,7 +202,9 @@ def test_a_pod_that_was_seen_being_evicted_was_preempted(k8s: ApiServer, service
     k8s.cluster.drain(pod.name)
     told = {job().key: job_id}
     preempted = JobState(True, "preempted", None, "EvictionByEvictionAPI: Eviction API: evicting")
-    assert service.states(told) == {job().key: replace(preempted, is_unconfirmed=True)}, "it may be saving"
+    assert service.states(told) == {job().key: replace(preempted, is_unconfirmed=True)}, (
+        "the preemption is unconfirmed, because the replica may still save"
+    )
     k8s.cluster.kill(pod.name)
     k8s.until(lambda: not k8s.cluster.pods)
     assert service.states(told) == {job().key: preempted}
@@ -221,7 +226,7 @@ def test_a_pod_that_should_be_gone_has_ended_once_the_heartbeat_of_its_replica_h
         patch.setattr(FakeJob, "state", lambda job: told)
         for _ in range(2):
             (state,) = attached().status().replicas
-            assert (state.status, state.note) == ("running", "DeletionByTaintManager"), "it beats"
+            assert (state.status, state.note) == ("running", "DeletionByTaintManager"), "the replica writes heartbeats"
     machines.end(machines.job_of(run, 0))
     view_of(run).store.put("otter/replicas/0000/0/heartbeat.json", to_bytes({"at": time.time() - 3600}))
     with monkeypatch.context() as patch:
@@ -254,7 +259,9 @@ def test_a_pod_that_is_stopped_keeps_its_log_and_one_that_waits_is_deleted(
     assert state(service, pending) == JobState(True, "cancelled")
     assert k8s.count("delete_pod") == 1
     service.stop(running)
-    assert state(service, running).reason == "timeout", "which the cancel marker explains"
+    assert state(service, running).reason == "timeout", (
+        "the service reports a timeout; the cancel marker shows that it was a cancel"
+    )
     assert service.logs(running, 1) == "hanging\n"
     for job_id in ids:
         service.stop(job_id)
@@ -328,7 +335,9 @@ def test_a_run_id_that_was_removed_and_launched_again_does_not_get_the_old_runs_
     again = resume(attach("otter"))
     assert again.wait(60)
     assert [outcome.attempt for outcome in again.outcomes()] == [1, 0]
-    assert [name.rpartition("-a")[2] for name in k8s.cluster.jobs] == ["0-r0", "1-r0"], "the old run's is removed"
+    assert [name.rpartition("-a")[2] for name in k8s.cluster.jobs] == ["0-r0", "1-r0"], (
+        "the Job of the old run is removed"
+    )
 
 
 def test_a_pod_that_never_started_is_ended_with_its_replica(k8s: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:

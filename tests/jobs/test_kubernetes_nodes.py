@@ -114,7 +114,9 @@ def test_the_standstill_of_a_heartbeat_counts_from_when_its_node_ceased_to_answe
     k8s.cluster.lose_node(pod.name)
     assert ends.may_live(replica, service.state(job_id))
     now[0] = 300.0
-    assert ends.may_live(replica, service.state(job_id)), "nobody has given it up"
+    assert ends.may_live(replica, service.state(job_id)), (
+        "the replica counts as alive, because no process has recorded its end"
+    )
     k8s.cluster.taint(pod.name)
     assert service.state(job_id).is_unconfirmed
     assert not ends.may_live(replica, service.state(job_id))
@@ -157,9 +159,11 @@ def test_logs_of_a_node_that_cannot_be_reached_hide_no_other_rank(
     assert "no route to host" in shown.stderr
     as_json = here.replicas("logs", "otter", "--json")
     assert (as_json.code, [row["rank"] for row in as_json.json["replicas"]]) == (1, [0, 2])
-    assert here.replicas("logs", "otter", "-r", 1).code == 2, "of one rank it is an error"
+    assert here.replicas("logs", "otter", "-r", 1).code == 2, (
+        "a log that cannot be read is an error if the user names its rank"
+    )
     k8s.cluster.kubelet.unreachable = {each.wire["spec"]["nodeName"] for each in pods}
-    assert here.replicas("logs", "otter").code == 2, "nothing can be shown"
+    assert here.replicas("logs", "otter").code == 2, "no log can be shown, so the command fails"
 
 
 def test_a_pod_that_is_gone_with_its_job_is_unknown(k8s: ApiServer) -> None:

@@ -58,7 +58,10 @@ def test_a_preempted_replica_restarts_for_free_in_a_job_that_is_alone_in_the_que
     k8s.cluster.suspend(name, is_suspended=True)
     eventually(lambda: run.wait(0.1) or run.status().replicas[0].attempt == 1)
     assert run.status().restarts_by_reason == {"preempted": 1}
-    eventually(lambda: [job.rpartition("-a")[2] for job in k8s.cluster.jobs] == ["1-r0"], "one Job is in the queue")
+    eventually(
+        lambda: [job.rpartition("-a")[2] for job in k8s.cluster.jobs] == ["1-r0"],
+        "only the Job of the next attempt is in the queue",
+    )
     run.cancel()
 
 
@@ -72,7 +75,9 @@ def test_the_next_attempt_deletes_the_suspended_jobs_of_its_ranks_and_no_other(k
 
     again = [replace(job(SLEEP, rank), key=replace(job(SLEEP, rank).key, attempt=2)) for rank in (0, 1)]
     (second, _) = KubernetesJobs(queue="team").start_jobs(again)
-    assert k8s.cluster.jobs.keys() == {waits["job"], other["job"], second["job"]}, "one that never ran waits on"
+    assert k8s.cluster.jobs.keys() == {waits["job"], other["job"], second["job"]}, (
+        "the Job of a rank that never ran stays in the queue"
+    )
 
 
 def test_a_job_that_never_ran_stays_in_the_queue_that_took_it_back(k8s: ApiServer) -> None:

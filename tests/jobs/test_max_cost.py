@@ -168,5 +168,7 @@ def test_a_replica_may_run_for_the_part_of_max_cost_that_its_installation_has_le
     installed_s: float, left_s: float
 ) -> None:
     environ = {"REPLICA_TIMEOUT_S": "1000", "REPLICA_BOOTSTRAP_S": str(installed_s)}
-    assert standalone._time_limit(environ) == 1000, "without max_cost the limit counts from the entrypoint's start"
+    assert standalone._time_limit(environ) == 1000, (
+        "without max_cost, the time of the installation does not reduce the limit"
+    )
     assert standalone._time_limit({**environ, "REPLICA_SETTINGS": '{"n": 1, "max_cost": 2.0}'}) == left_s

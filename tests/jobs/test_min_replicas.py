@@ -53,7 +53,7 @@ def test_a_launch_that_gets_too_few_ends_them_and_says_how_many_were_asked_for(m
     decides = machines.hold(1, 2)
     with ThreadPoolExecutor(1) as pool:
         launching = pool.submit(launch, FakeExecutor(), "job.py:main", 4, run_id="owl", min_replicas=3, gather_s=0.2)
-        eventually(lambda: exists(local_store(), "owl/replicas/0001/0/cancel.json"), "it is given up")
+        eventually(lambda: exists(local_store(), "owl/replicas/0001/0/cancel.json"), "rank 1 is given up")
         decides.set()
         with pytest.raises(LaunchError, match=r"started 2 of 4 replicas within 0.2 s; at least 3 of 4 were asked for"):
             launching.result()
@@ -67,7 +67,7 @@ def test_the_rest_joins_when_it_comes(machines: Machines, capsys: pytest.Capture
     assert "replicas: started with 2 of 4 replicas; 2 may still join." in capsys.readouterr().err
     assert machines.living() == [(0, 0), (2, 0)]
     assert run.handles[1] is None
-    assert machines.count("find") == 0, "this process knows that it is on its way"
+    assert machines.count("find") == 0, "the launching process does not search for the job that it is starting"
     decides.set()
     eventually(lambda: machines.living() == [(rank, 0) for rank in range(4)])
     eventually(lambda: None not in run.handles)

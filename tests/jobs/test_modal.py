@@ -240,11 +240,15 @@ def test_the_states_of_those_that_run_are_one_list(modal_runs: ModalServer, serv
         (0, 2, 3, 4), JobState(False)
     )
     asked = [call.rpc for call in modal_runs._dispatcher.calls[n_calls:]]
-    assert [rpc for rpc in asked if rpc.startswith("Sandbox")] == ["SandboxListV2"] * 3, "of two pages and an empty one"
+    assert [rpc for rpc in asked if rpc.startswith("Sandbox")] == ["SandboxListV2"] * 3, (
+        "the list has two pages and an empty one"
+    )
     n_calls, other = len(modal_runs._dispatcher.calls), ModalExecutor().service
     assert len(other.states({keys[4]: jobs[keys[4]]})) == 1
     asked = [call.rpc for call in modal_runs._dispatcher.calls[n_calls:]]
-    assert [rpc for rpc in asked if rpc.startswith("Sandbox")] == ["SandboxListV2"], "no further page, and no tags"
+    assert [rpc for rpc in asked if rpc.startswith("Sandbox")] == ["SandboxListV2"], (
+        "one request is enough: the list has one page, and no tags are read"
+    )
     for each in jobs.values():
         service.stop(each)
 
@@ -272,7 +276,9 @@ def test_a_handle_that_names_another_app_hides_the_state_of_no_other(
             key: JobState(False) for key in jobs if key != wrong
         }
     everywhere = {key: {**job_id, "app_id": app_id} for key, job_id in jobs.items()}
-    assert set(ModalExecutor().service.states(everywhere)) <= set(jobs), "then each is asked for by itself"
+    assert set(ModalExecutor().service.states(everywhere)) <= set(jobs), (
+        "states are requested one by one, and no other job is returned"
+    )
     for each in jobs.values():
         service.stop(each)
 
@@ -365,7 +371,7 @@ def test_a_gpu_that_never_comes_ends_the_launch_and_names_the_rank(
     assert caught.value.rank == int(unlucky.tags["replicas-rank"])
     assert "3 of 4 had a machine. The usual cause is the limit on GPUs at the same time" in str(caught.value)
     assert "--min-replicas 3" in str(caught.value)
-    assert len(modal_runs.sandboxes) == 4, "it is not asked for again"
+    assert len(modal_runs.sandboxes) == 4, "the sandbox is not requested a second time"
     assert alive(modal_runs) == []
 
 
@@ -455,4 +461,4 @@ def test_max_cost_limits_the_time_of_sandboxes(modal_runs: ModalServer) -> None:
     executor = ModalExecutor(cpu=1.0, memory_mb=1024)
     launch(executor, task("echo"), 1, run_id="otter", max_cost=0.1659 / 2).cancel()
     (call,) = modal_runs.calls_of("SandboxCreateV2")
-    assert call.request.definition.timeout_secs == 1800, "half an hour, with what is installed in it"
+    assert call.request.definition.timeout_secs == 1800, "the limit is half an hour, including the installation"

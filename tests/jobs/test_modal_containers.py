@@ -36,7 +36,9 @@ def test_modal_installs_the_requirements_in_the_default_image_and_in_a_layer_on_
     text = "\n".join(images(modal_runs))
     assert "einops==0.8.1" in text
     assert "torch==" in text
-    assert "./mine" not in text, "a folder of the workspace is not there yet when the image is built"
+    assert "./mine" not in text, (
+        "the image does not install a folder of the workspace, which does not exist during the build"
+    )
     n_images = len(images(modal_runs))
     Path("requirements.txt").unlink()
     image = modal.Image.debian_slim("3.11").run_commands("echo made-by-the-user")
@@ -45,10 +47,10 @@ def test_modal_installs_the_requirements_in_the_default_image_and_in_a_layer_on_
     assert any("made-by-the-user" in text for text in asked)
     (layer,) = {text for text in asked if "torch==" in text}
     assert "made-by-the-user" not in layer
-    assert len([line for line in layer.splitlines() if line.startswith("RUN ")]) == 1, "a layer of its own"
+    assert len([line for line in layer.splitlines() if line.startswith("RUN ")]) == 1, "the requirements are one layer"
     n_images = len(images(modal_runs))
     launch(ModalExecutor(image=image), task("echo"), 1, run_id="again").cancel()
-    assert layer in images(modal_runs)[n_images:], "the same layer, which Modal has built already"
+    assert layer in images(modal_runs)[n_images:], "the second image reuses the layer that Modal has built"
 
 
 @pytest.mark.usefixtures("modal_runs")

@@ -160,7 +160,9 @@ def test_another_machine_finds_the_jobs_by_their_label_if_the_user_names_the_bac
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
     lose_the_store()
     told = command.replicas("cancel", run.url)
-    assert (told.code > 0, living(hf)) == (True, ["0", "1"]), "it does not know where the run is"
+    assert (told.code > 0, living(hf)) == (True, ["0", "1"]), (
+        "the command fails and ends no job, because this machine does not know the store of the run"
+    )
     assert f"replicas cancel {RUN.id} --backend NAME" in told.stderr
     told = command.replicas("cancel", run.url, "--backend", "hf")
     assert (told.code, living(hf)) == (0, []), told
@@ -225,7 +227,7 @@ def test_ctrl_c_while_replicas_are_started_leaves_no_job_whatever_the_store_does
     hf.fail("create", when=strikes, times=None)
     told = command.replicas("launch", "job.py:main", "--backend", "hf", "--n", 2, "--run-id", RUN.id)
     assert told.code == 130, told
-    eventually(lambda: living(hf) == [], "what was asked for when Ctrl-C came has ended")
+    eventually(lambda: living(hf) == [], "jobs that were requested before Ctrl-C have ended")
 
 
 @pytest.mark.usefixtures("in_a_moment")
@@ -286,7 +288,9 @@ def test_the_launching_command_ends_the_jobs_of_a_run_whose_store_refuses_it_for
     thread.join()
     assert (told.code, living(hf)) == (1, []), told
     assert "Its 2 jobs were ended at the service" in told.stdout
-    assert "15 min" not in told.stdout.partition("cannot be read any more")[2], "nobody can read the lease"
+    assert "15 min" not in told.stdout.partition("cannot be read any more")[2], (
+        "the message does not promise 15 minutes, because no container can read the lease"
+    )
 
 
 def test_an_id_that_no_one_launched_is_still_an_error(hf: HubServer, command: HereInstead) -> None:
@@ -302,7 +306,7 @@ def test_a_job_is_noted_before_its_handle_is_written(
     assert sorted(job.rank for job in noted) == [0, 1]
     assert sorted(job.job["id"] for job in noted) == sorted(h.metadata["job"]["id"] for h in run.handles)
     (file,) = state_home.rglob("jobs.jsonl")
-    assert file.stat().st_mode & 0o077 == 0, "for this user alone"
+    assert file.stat().st_mode & 0o077 == 0, "only this user may read the file"
     with open(file, "ab") as cut_off:
         cut_off.write(b'{"backend": "hf", "ra')
     assert len(noted_jobs(RUN.id)) == 2
@@ -357,7 +361,7 @@ def test_a_run_whose_records_cannot_be_read_is_not_removed_while_the_service_lis
     assert (told.code, living(hf)) == (2, ["0", "1"]), told
     assert f"replicas cancel {RUN.id}" in told.stderr
     command.replicas("cancel", RUN.id)
-    assert living(hf) == [], "its jobs are noted on this machine"
+    assert living(hf) == [], "the jobs end, because this machine has noted them"
     told = command.replicas("rm", RUN.id)
     assert told.code == 0, told
 
@@ -485,7 +489,7 @@ def test_modals_sandboxes_end_whatever_the_store_does(
     here = HereInstead(Folder(Path.cwd()), monkeypatch, capsys)
     told = here.replicas("cancel", RUN.id)
     assert told.code == 0, told
-    eventually(lambda: alive(modal_runs) == [], "what was told to end has ended")
+    eventually(lambda: alive(modal_runs) == [], "all sandboxes have ended")
 
 
 @pytest.mark.slow

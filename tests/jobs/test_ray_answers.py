@@ -141,10 +141,10 @@ def test_each_failure_has_its_kind_and_its_message(stub: Stub, service: JobServi
     stub.says = {"GET /api/": (404, "default backend"), "POST /api/": (404, "default backend")}
     for start, call in calls_of(service).items():
         error = error_of(call)
-        assert error.kind == "unavailable", "nothing is lost because a proxy does not know it"
+        assert error.kind == "unavailable", "the answer of a proxy does not count as a lost job"
         assert "is not the dashboard of a Ray cluster: it has no /api/" in str(error), start
     stub.says = {f"GET /api/jobs/{KEY.name}/logs": (500, "KeyError: the agent of that node")}
-    assert service.logs({"id": KEY.name}, 10) == "", "its node is gone"
+    assert service.logs({"id": KEY.name}, 10) == "", "the log is empty, because the node is gone"
 
 
 def test_redirects_are_not_followed_with_the_token(stub: Stub, service: JobService) -> None:
@@ -181,7 +181,7 @@ def test_answers_that_are_invalid_are_refused_by_name_and_nothing_else_is_raised
             assert "This is not an answer of Ray" in str(error)
         stub.says = {"GET /api/jobs/": hostile}
         job_id = {"id": KEY.name, "url": f"{stub.address}/#/jobs/{KEY.name}"}
-        assert service.states({KEY: job_id}) == {}, "it is asked for alone"
+        assert service.states({KEY: job_id}) == {}, "the state of the job is requested alone"
         stub.says = {
             "GET /api/jobs/": [hostile if isinstance(hostile, dict) else 5, [], {"submission_id": []}, RUNNING]
         }
@@ -302,7 +302,9 @@ def test_a_replica_gets_the_requested_resources_under_the_name_of_its_attempt(
             replace(JOB, key=replace(KEY, rank=rank), command=command, gpu="H100:2", env={"MINE": "x $A ${rank}"})
         )
     asked = [what for what, _ in stub.requests]
-    assert [what.split("/")[0] for what in asked] == ["GET ", "PUT ", *["POST "] * 3], "one package for all of a launch"
+    assert [what.split("/")[0] for what in asked] == ["GET ", "PUT ", *["POST "] * 3], (
+        "a launch uploads one package for all replicas"
+    )
     name = asked[0].rpartition("/")[2]
     assert stub.bodies[1] == {
         "submission_id": KEY.name,

@@ -89,7 +89,7 @@ def test_a_replica_that_is_killed_comes_back_in_its_container_and_the_service_is
     pid = waiting(first)
     n_requests = service.count()
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: first.at(1).has("outcome.json"), "it comes back")
+    eventually(lambda: first.at(1).has("outcome.json"), "the second attempt has an outcome")
     assert service.count() == n_requests
     assert run.results() == [1]
     ended = first.outcome()

@@ -52,11 +52,12 @@ def test_an_interrupt_in_the_middle_of_a_launch_leaves_no_job_that_waits_for_a_m
     decides = machines.hold(2)
 
     def interrupt() -> None:
-        eventually(lambda: machines.count("start") == 2, "both are asked for")
+        eventually(lambda: machines.count("start") == 2, "both jobs are requested")
         os.kill(os.getpid(), signal.SIGINT)
         run = attach("otter", executor=FakeExecutor())
         eventually(
-            lambda: all(view_of(run).newest_attempt(rank).has("cancel.json") for rank in range(3)), "all are marked"
+            lambda: all(view_of(run).newest_attempt(rank).has("cancel.json") for rank in range(3)),
+            "all ranks have a cancel marker",
         )
         decides.set()
 
@@ -102,9 +103,15 @@ def test_a_mixed_resume_that_is_overtaken_and_refused_leaves_the_others_attempts
     run = ended_on_two(go)
 
     def interrupt() -> bool:
-        eventually(lambda: Attempt(view_of(run).store, "otter", 1, 1).has("intent.json"), "it is overtaken")
+        eventually(
+            lambda: Attempt(view_of(run).store, "otter", 1, 1).has("intent.json"),
+            "another process has begun attempt 1 of rank 1",
+        )
         os.kill(os.getpid(), signal.SIGINT)
-        eventually(lambda: Attempt(view_of(run).store, "otter", 2, 1).has("cancel.json"), "what is ours is marked")
+        eventually(
+            lambda: Attempt(view_of(run).store, "otter", 2, 1).has("cancel.json"),
+            "the attempt of this process has a cancel marker",
+        )
         return False
 
     machines.fail("start", "rejected", rank=2, when=interrupt if is_interrupted else None)
@@ -114,7 +121,7 @@ def test_a_mixed_resume_that_is_overtaken_and_refused_leaves_the_others_attempts
     theirs = Attempt(view_of(run).store, "otter", 1, 1)
     assert [theirs.has(f"{name}.json") for name in ("intent", "cancel", "outcome")] == [True, False, False]
     assert all(Attempt(view_of(run).store, "otter", rank, 1).has("cancel.json") for rank in (0, 2))
-    eventually(Attempt(view_of(run).store, "otter", 0, 1).outcome, "what is ours has ended")
+    eventually(Attempt(view_of(run).store, "otter", 0, 1).outcome, "the attempt that this resume started has ended")
 
 
 def test_a_resume_starts_nothing_if_one_backend_is_missing(machines: Machines, go: Path) -> None:
@@ -123,12 +130,12 @@ def test_a_resume_starts_nothing_if_one_backend_is_missing(machines: Machines, g
     advice = r"Ranks 1-2 of run 'otter' cannot be started here, .*replicas resume otter --rank 0, or ranks="
     with pytest.raises(BackendError, match=advice):
         resume(attach("otter"), restarts=3)
-    assert len(DecisionLog(view_of(run).store, "otter").read()) == n_decided, "nothing was ordered"
+    assert len(DecisionLog(view_of(run).store, "otter").read()) == n_decided, "the decision log has no new entry"
     ranks = [Attempt(view_of(run).store, "otter", rank) for rank in range(3)]
     assert [rank.newest().number for rank in ranks] == [0, 0, 0]
     go.touch()
     resume(attach("otter"), ranks=[0])
-    eventually(ranks[0].at(1).outcome, "it ends")
+    eventually(ranks[0].at(1).outcome, "the attempt has ended")
     assert [rank.newest().number for rank in ranks] == [1, 0, 0]
 
 
@@ -138,7 +145,7 @@ def test_a_process_that_added_can_watch_and_resume_where_the_launchs_backend_is_
     run = launch(FakeExecutor(), "job.py:main", 1, run_id="otter", args={"go": str(go)}, detach=True, restarts="1")
     assert run.add(LocalProcessExecutor(**LOCAL), 1, detach=True) == [1]
     added = Attempt(view_of(run).store, "otter", 1)
-    eventually(lambda: added.has("started.json"), "it runs")
+    eventually(lambda: added.has("started.json"), "the added rank runs")
     attach("otter").cancel(1)  # from here on, no installed package registers the backend of the launch
     assert resume(attach("otter"), ranks=[1], detach=True).status().replicas[1].attempt == 1
     assert attach("otter").logs(1) == ""
@@ -160,7 +167,7 @@ def test_a_rank_on_a_backend_that_is_not_available_here_hides_no_other_and_is_ca
     view_of(run).store.put(f"otter/replicas/0001/0/{record}.json", to_bytes(left[record]))
     seen = attach("otter")
     assert [(each.rank, each.backend) for each in seen.status().replicas] == [(0, "local"), (1, "elsewhere")]
-    assert ("elsewhere" in seen.logs()) == (record == "handle"), "where the log is"
+    assert ("elsewhere" in seen.logs()) == (record == "handle"), "the message names the place of the log"
     seen.cancel()
     assert seen.wait(60)
     assert [str(each.status) for each in seen.status().replicas] == ["cancelled", "cancelled"]
@@ -214,7 +221,11 @@ def test_a_spare_with_the_number_of_a_rank_that_was_added_elsewhere_takes_anothe
     machines.end(machines.job_of(run, 0), "preempted")
     waits = threading.Thread(target=run.wait, args=(60,))
     waits.start()
-    eventually(lambda: view_of(run).newest_attempt(0).at(1).has("started.json"), "it goes on", within_s=30)
+    eventually(
+        lambda: view_of(run).newest_attempt(0).at(1).has("started.json"),
+        "the spare has claimed the next attempt",
+        within_s=30,
+    )
     go.touch()
     waits.join()
     assert [str(each.status) for each in run.status().replicas] == ["succeeded"] * 2

@@ -67,7 +67,7 @@ def launched(folder: Path, backend: str, **more: Any) -> Run:
     n = total_replicas(backend, None) or 1
     more = {"run_id": "otter", "args": {"folder": str(folder)}, **more}
     run = launch(executor_of(backend, made), "job.py:main", n, **more)
-    eventually(lambda: len(list(folder.iterdir())) == n, "all wait")
+    eventually(lambda: len(list(folder.iterdir())) == n, "all replicas wait")
     return run
 
 
@@ -119,7 +119,7 @@ def test_requirements_of_one_backend_are_not_installed_at_another(folder: Path, 
     )
     package = plan_launch(asked, with_this_machine).package
     assert package is not None
-    assert "einops" in package.requirements, "nothing is installed on this machine"
+    assert "einops" in package.requirements, "the local backend may lack the requirement, because it installs nothing"
 
 
 @pytest.mark.usefixtures("quick_tries")
@@ -152,7 +152,9 @@ def test_equal_failures_on_one_backend_do_not_stop_ranks_on_another_one(machines
     run = launch(executor_of(f"local:2,{FAKE}:2", made), "job.py:main", 4, **asked)
     log = DecisionLog(view_of(run).store, "otter")
     eventually(
-        lambda: [entry.kind for entry in log.read()].count("give_up") == 2, "both here are given up", within_s=60
+        lambda: [entry.kind for entry in log.read()].count("give_up") == 2,
+        "both ranks of this backend are given up",
+        within_s=60,
     )
     machines.release()
     (folder / "go").touch()
@@ -162,7 +164,9 @@ def test_equal_failures_on_one_backend_do_not_stop_ranks_on_another_one(machines
 
 def test_replicas_are_added_by_another_executor_and_count_like_the_others(machines: Machines, folder: Path) -> None:
     run = launched(folder, "local:1", restarts="2", detach=True)
-    assert not list(view_of(run).store.list("otter/task-")), "a local run has no code for elsewhere"
+    assert not list(view_of(run).store.list("otter/task-")), (
+        "the launch of a local run has stored no code for other machines"
+    )
     assert run.add(FakeExecutor(), 2) == [1, 2]
     come(folder, "1-0", "2-0")
     assert states(run) == [(0, "local", "running"), (1, "fake", "running"), (2, "fake", "running")]
@@ -186,7 +190,7 @@ def test_an_addition_to_a_released_run_is_reported_to_continue(
     note = "Run 'otter' continues on its own, and so do the added replicas, to their time limit"
     found = attach("otter", executor=FakeExecutor())
     assert found.add(FakeExecutor(), 1) == [1]
-    assert note not in capsys.readouterr().err, "its launcher renews the lease"
+    assert note not in capsys.readouterr().err, "no note is printed, because the launcher renews the lease"
     report_unreadable_run(found, Output(), StoreError("gone"), FakeExecutor(), who="The added replicas")
     told = (
         "The added replicas continue while the store does not answer, and 15 min longer. End it: replicas cancel otter"
@@ -227,7 +231,7 @@ def test_another_machine_adds_with_the_digest_and_restarts_the_ranks_that_the_us
     assert "no installed package registers" in backend_unknown_here.status().replicas[1].note
     third = attach(run.url, executor=FakeExecutor())
     machines.end(machines.job_of(third, 1))
-    eventually(lambda: third.status().is_terminal, "both have ended")
+    eventually(lambda: third.status().is_terminal, "both ranks have ended")
     known: Any = {"task_digest": digest, "env": {"WORD": "z"}, "detach": True}
     resume(third, **known)
     assert "rank 1 on fake: added elsewhere" in capsys.readouterr().err

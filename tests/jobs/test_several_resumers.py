@@ -66,7 +66,7 @@ def test_a_resume_that_is_refused_in_part_leaves_nothing_running(
     assert machines.living() == []
     assert [(str(state.status), state.attempt) for state in attached().status().replicas] == [("cancelled", 1)] * 3
     ordered = [entry.rank for entry in DecisionLog(view_of(run).store, "otter").read() if "no third one" in entry.words]
-    assert ordered == [0, 2, 1], "and no controller goes on with it"
+    assert ordered == [0, 2, 1], "the decision log blocks the ranks, so no controller continues the resume"
     resume(attached(), detach=True)
     assert machines.living() == [(0, 2), (1, 2), (2, 2)]
 
@@ -137,7 +137,7 @@ def test_a_process_that_resumes_beside_one_that_dies_does_not_wait_for_its_rank(
     with pytest.raises(LaunchError) if is_refused else contextlib.nullcontext():
         resume(Run(view_of(run).store, "otter", executor=executor))
     seen = Run(view_of(run).store, "otter", executor=executor)
-    eventually(lambda: seen.status().replicas[1].status == "failed", "the service is asked for it")
+    eventually(lambda: seen.status().replicas[1].status == "failed", "the service reports the failed job")
     outcome = seen.status().replicas[1].outcome
     assert outcome is not None
     assert (outcome.attempt, outcome.reason) == (1, "start_failed")

@@ -62,7 +62,7 @@ def test_a_forged_preemption_starts_no_container_in_a_signed_run(
     machines: Machines, folder: Path, detach: bool
 ) -> None:
     run = start(2, args={"folder": str(folder)}, restarts="0,backoff=0s", signed=True, detach=detach)
-    eventually(lambda: len(list(folder.iterdir())) == 2, "all wait")
+    eventually(lambda: len(list(folder.iterdir())) == 2, "all replicas wait")
     for rank in range(2):
         forge(run, rank, **PREEMPTED)
     with waiting(run):
@@ -77,7 +77,7 @@ def test_a_forged_preemption_starts_no_container_in_a_signed_run(
 
 def test_the_same_forgery_starts_a_container_in_a_run_that_is_not_signed(machines: Machines, folder: Path) -> None:
     run = start(2, args={"folder": str(folder)}, restarts="0,backoff=0s")
-    eventually(lambda: len(list(folder.iterdir())) == 2, "all wait")
+    eventually(lambda: len(list(folder.iterdir())) == 2, "all replicas wait")
     forge(run, 1, **PREEMPTED)
     with waiting(run):
         eventually((folder / "1-1").exists, "rank 1 is started again")

@@ -345,7 +345,7 @@ def test_a_preempted_replica_stays_so_and_its_next_attempt_is_ours(slurm: Cluste
     keeper.start()
     eventually(lambda: "hanging" in run.logs(rank=1))
     slurm.evict(job_of(run, 1))
-    eventually(lambda: run.status().replicas[1].attempt == 1, "its next attempt began")
+    eventually(lambda: run.status().replicas[1].attempt == 1, "the next attempt has begun")
     (told,) = [event for event in run.events() if event.kind == "ended" and event.reason != "succeeded"]
     assert (told.rank, told.attempt, told.reason) == (1, 0, "preempted")
     (decided,) = [event for event in run.events() if event.kind == "decided"]
@@ -365,7 +365,7 @@ def test_a_replica_whose_node_died_is_lost(slurm: Cluster) -> None:
         slurm.start_node("n3")
     (outcome,) = run.outcomes()
     assert (outcome.reason, outcome.status) == ("lost", "failed")
-    eventually(lambda: "down" not in slurm.run("sinfo", "--noheader", "--format=%T"), "its node is back")
+    eventually(lambda: "down" not in slurm.run("sinfo", "--noheader", "--format=%T"), "the node is up again")
 
 
 def test_asking_for_64_replicas_takes_one_request_and_so_does_each_look(
@@ -440,7 +440,7 @@ def test_a_record_chooses_neither_the_file_that_is_read_nor_a_job_of_another_clu
     key = JobKey("s3://bucket/runs", "otter", 0, 0)
     job_id = service.start(JobSpec(key, (sys.executable, "-c", "print('mine')"), (), {}, {}))
     eventually(lambda: service.logs(job_id, 5) == "mine\n")
-    assert SlurmExecutor().service.logs(job_id, 5) == "", "of a job that nobody has verified"
+    assert SlurmExecutor().service.logs(job_id, 5) == "", "the log of a job that was not verified is not read"
     elsewhere = {**job_id, "cluster": "another"}
     for call in (service.state, service.stop, lambda named: service.verify(named, key)):
         with pytest.raises(JobServiceError, match="on the cluster 'another', and Slurm's commands here ask 'replicas'"):

@@ -130,7 +130,7 @@ def test_a_spare_ends_with_its_run(machines: Machines, ending: str) -> None:
     # A cancel ends the container as well, which may be first.
     reasons = ["the run has ended"] + ["its container got the signal to end"] * (ending == "cancel")
     assert (status, why) in [("cancelled", f"The spare ended: {reason}.") for reason in reasons]
-    eventually(lambda: machines.living() == [], "its job ends")
+    eventually(lambda: machines.living() == [], "the job of the spare has ended")
     assert view_of(run).record.settings.spares == 1
 
 

@@ -101,7 +101,7 @@ def test_an_option_is_asked_for_where_it_is_needed_and_several_backends_are_give
     alone = attach(run.url, executor=made["other"])
     task = trusted_task(view_of(alone), task_digest=known["task_digest"])
     (start_spec,) = start_specs_of(view_of(alone), task, ranks=[1], detach=True)
-    assert start_spec.spec.ranks == (1,), "it does not start again what it has no options for"
+    assert start_spec.spec.ranks == (1,), "the process starts only the rank whose options it has"
     both = ["fake.account=other", "other.account=other"]
     again = resume(find_run(run.url, None, option=both), **known)
     assert others.living() == [(0, 1), (1, 2)]
@@ -213,7 +213,7 @@ def test_a_pickle_of_another_python_is_refused_before_anything_is_added_resumed_
     place, here = str(folder / "go"), "{}.{}".format(*sys.version_info)
 
     def wait() -> None:
-        eventually(lambda: Path(place).exists(), "it may go on", within_s=60)
+        eventually(lambda: Path(place).exists(), "the file that lets the replica continue exists", within_s=60)
 
     run = launch(local(), wait, 1, run_id="otter", detach=True)
     monkeypatch.setattr(AnyFakeJobs, "python_of_replicas", "3.99", raising=False)
@@ -228,6 +228,6 @@ def test_a_pickle_of_another_python_is_refused_before_anything_is_added_resumed_
     with pytest.raises(ValueError, match=r"on 'local' would run 3\.99\. Run this with"):
         resume(run)
     by_name = launched(folder, AnyFakeExecutor(), run_id="badger", detach=True)
-    assert by_name.add(AnyFakeExecutor(), 1, detach=True) == [1], "what has a name is imported"
+    assert by_name.add(AnyFakeExecutor(), 1, detach=True) == [1], "an entrypoint that is given by name needs no pickle"
     (folder / "go").touch()
     assert by_name.results() == [[0, 0], [1, 0]]

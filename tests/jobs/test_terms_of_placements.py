@@ -97,11 +97,13 @@ def test_an_addition_does_not_change_how_the_launchs_ranks_are_started(machines:
     come(folder, "0-1")
     assert (folder / "0-1").read_text() == "launch -"
     assert len({job.job.env[LEASE_S] for job in machines.jobs}) == 1
-    assert bytes(view_of(run).store.get("otter/lease.json")) == lease, "who launched holds it"
+    assert bytes(view_of(run).store.get("otter/lease.json")) == lease, (
+        "the lease has not changed: the launcher holds it"
+    )
     (folder / "go").touch()
     waiting.join()
     assert run.results() == [[0, 1], [1, 0], [2, 0]]
-    eventually(lambda: {*holders()} <= before, "nobody holds its lease any more")
+    eventually(lambda: {*holders()} <= before, "no thread renews the lease of the run")
 
 
 def test_each_rank_goes_by_the_executor_that_started_it_also_of_two_of_one_backend(

@@ -99,7 +99,9 @@ def test_cancelling_one_rank_blocks_that_one_alone(
 ) -> None:
     failed.cancel(1)
     failed.cancel(1)
-    assert kinds(failed) == [("cancel", 1, {})] * 2, "a resume may have come between that this process has not seen"
+    assert kinds(failed) == [("cancel", 1, {})] * 2, (
+        "the second cancel adds an entry, because a resume may have followed the first"
+    )
 
 
 def test_a_run_that_has_succeeded_is_not_written_to(tmp_path: Path) -> None:

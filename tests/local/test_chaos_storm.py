@@ -89,12 +89,12 @@ def test_a_run_in_a_storm_ends_with_one_anchor_and_leaves_nothing_running(tmp_pa
     print(f"struck: {dict(struck)}; ends: {dict(reasons)}")
     assert reasons.keys() <= {None, "signal", "hang", "oom"}
     assert reasons[None] == N
-    assert reasons["hang"] <= struck["SIGSTOP"] + struck[kinds[3]], "no false alarm"
+    assert reasons["hang"] <= struck["SIGSTOP"] + struck[kinds[3]], "no replica was reported to hang without a fault"
     handle = run.handles[0]
     supervisor = Claim(
         nonce="", pid=handle.metadata["supervisor_pid"], pid_started=handle.metadata["supervisor_started"]
     )
-    eventually(lambda: not any(map(lives, [*found.values(), supervisor])), "nothing is left running", within_s=20)
+    eventually(lambda: not any(map(lives, [*found.values(), supervisor])), "all processes have ended", within_s=20)
 
 
 def test_a_crash_loop_is_given_up_and_the_exit_code_reports_that_it_would_continue(folder: Folder) -> None:

@@ -72,12 +72,14 @@ def test_running_ranks_are_killed_again_and_again() -> None:
     killer = Killer(["kill:every=0.01", "kill:rank=1,every=0.01", "store:delay=1"], "a seed")
     try:
         killer.strike({})
-        eventually(lambda: time.monotonic() > killer.next_at, "it is time")
+        eventually(lambda: time.monotonic() > killer.next_at, "the time of the first kill has come")
         killer.strike({})  # no rank runs, so the next call is due at the next kill
-        eventually(lambda: time.monotonic() > killer.next_at, "it is time again")
+        eventually(lambda: time.monotonic() > killer.next_at, "the time of the second kill has come")
         killer.strike({rank: pids[rank] for rank in (0, 2, 3)})
-        ended = eventually(lambda: {r for r, each in sleepers.items() if each.poll() is not None}, "one has ended")
-        assert len(ended & {0, 2, 3}) == 1, "a random one; rank 1 did not run"
+        ended = eventually(
+            lambda: {r for r, each in sleepers.items() if each.poll() is not None}, "one process has ended"
+        )
+        assert len(ended & {0, 2, 3}) == 1, "one random running rank was killed"
         assert Killer(["store:delay=1"], "").next_at == float("inf")
     finally:
         for sleeper in sleepers.values():

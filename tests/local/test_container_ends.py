@@ -65,7 +65,9 @@ def test_the_last_64_kib_of_both_streams_are_kept_and_all_of_it_continues(site: 
     code, out, err = ended(process)
     outcome = outcome_of(spec)
     assert (code, outcome.result) == (0, "")  # stdin must have no data
-    assert out == "x" * 100_000 + "\nas bytes\non stderr: \N{OTTER}\nno newline", "both go one way, in order"
+    assert out == "x" * 100_000 + "\nas bytes\non stderr: \N{OTTER}\nno newline", (
+        "both streams are in one output, in order"
+    )
     assert err == ""
     assert outcome.output_tail.endswith("xx\nas bytes\non stderr: \N{OTTER}\nno newline")
     assert len(outcome.output_tail.encode()) == 64 << 10
@@ -189,7 +191,7 @@ def test_a_replica_runs_and_restarts_even_if_processes_and_control_groups_are_hi
     hide = 'mount -t tmpfs none /proc && mount -t tmpfs none /sys && exec "$@"'
     sandbox = ("unshare", "-rm", "sh", "-c", hide, "sh")
     if subprocess.run([*sandbox, "true"], check=False, capture_output=True).returncode != 0:
-        pytest.skip("no file systems can be mounted here")
+        pytest.skip("this process cannot mount file systems")
     spec = ship(s3.url("runs"), site.workspace, "tasks_of_user:comes_back", {"times": 1})
     spec = spec.with_settings(restarts="1,backoff=0s")
     code, out, err = ended(site.cloud.start(spec, within=sandbox))
@@ -286,7 +288,7 @@ def test_the_outcome_of_a_replica_out_of_time_has_all_that_it_printed_and_how_it
 def test_the_time_limit_counts_from_the_start_of_the_entrypoint(site: StandaloneScene) -> None:
     spec = ship(site.shared, site.workspace, "tasks_of_user:talks")
     process = site.cloud.start(spec, timeout_s=1000.0, environ={"REPLICA_BOOTSTRAP_S": "999.999"})
-    assert ended(process)[0] == 0, "what was installed before took as long as the limit"
+    assert ended(process)[0] == 0, "the replica succeeds, although the installation took as long as the limit"
 
 
 def test_the_outcome_of_a_command_in_a_container_has_the_end_of_its_output(site: StandaloneScene) -> None:

@@ -45,7 +45,7 @@ def test_a_run_whose_launcher_died_at_once_was_never_started(unstarted: Run, her
     shown = here.replicas("status", "otter", "--json").json
     assert (shown["status"], [row["status"] for row in shown["replicas"]]) == ("failed", ["failed"] * 2)
     assert "was never started: the process" in here.replicas("status", "otter").stdout
-    assert unstarted.wait(60), "nothing waits for it"
+    assert unstarted.wait(60), "wait() returns at once"
     with pytest.raises(ReplicaFailedError, match="was never started"):
         unstarted.results()
     assert here.replicas("rm", "otter").code == 0
@@ -73,7 +73,7 @@ def fail() -> NoReturn:
 @pytest.mark.parametrize(("process", "awaited"), [(DEAD, False), (ELSEWHERE, True), (None, True)])
 def test_a_resume_whose_process_is_dead_holds_no_rank_up(process: str | None, awaited: bool) -> None:
     run = launch(PLAIN, fail, 1, run_id="otter")
-    eventually(lambda: run.status().is_terminal, "it fails")
+    eventually(lambda: run.status().is_terminal, "the run has ended")
     log = DecisionLog(view_of(run).store, "otter")
     assert order_resume(log, {0: 1}, 0) is None
     order = json.loads(bytes(view_of(run).store.get(log.key(0))))

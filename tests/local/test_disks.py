@@ -47,7 +47,7 @@ def test_a_file_size_limit_is_a_clear_error_and_leaves_no_half_object(tmp_path: 
 def shared() -> Iterator[Path]:
     """A folder whose parents every user may enter."""
     if os.geteuid() != 0:
-        pytest.skip("giving up rights needs them")
+        pytest.skip("only root can give up rights")
     root = Path("/tmp") / f"replicas-test-{os.getpid()}"
     yield root
     shutil.rmtree(root, ignore_errors=True)

@@ -128,7 +128,7 @@ def check_that_they_end(cloud: Cloud, spec: RunSpec) -> None:
     assert ended(cloud.start(spec, 1))[0] == 1
     code, out, _ = ended(waiting)
     assert (code, out.splitlines()[0]) == (143, "cleaned up")
-    assert ended(cloud.start(spec, 2))[0] == 143, "one that comes up later ends, too"
+    assert ended(cloud.start(spec, 2))[0] == 143, "a rank that starts later is ended, too"
     for rank in (0, 2):
         outcome = outcome_of(spec, rank)
         assert (outcome.status, outcome.reason) == ("cancelled", "cancelled")

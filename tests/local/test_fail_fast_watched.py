@@ -107,12 +107,14 @@ def test_no_rank_is_reported_to_continue_if_all_ranks_fail_one_after_another() -
     now = RunStatus("otter", "local", [*states, *(ReplicaState(rank, 0, running) for rank in (2, 3))])
     run = Run(MemoryStore(), "otter")
     view_of(run).record = RunRecord.parse(run_json(n=4, created_at=time.time()))
-    assert manager_of(run).end_early(now, "--fail-fast") is None, "the others may be about to fail, too"
+    assert manager_of(run).end_early(now, "--fail-fast") is None, (
+        "no line is printed while the other ranks may still fail"
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("executors.run.waiter.OTHERS_FAIL_S", 0.0)
         told = "ranks 0-1 failed before the first round; the others continue without them. --fail-fast ends"
         assert str(manager_of(run).end_early(now, "--fail-fast")).startswith(told)
-        assert manager_of(run).end_early(now, "--fail-fast") is None, "it is said once"
+        assert manager_of(run).end_early(now, "--fail-fast") is None, "the line is printed once"
 
 
 def test_a_failure_after_a_round_ends_nothing(local: LocalProcessExecutor, capsys: pytest.CaptureFixture[str]) -> None:

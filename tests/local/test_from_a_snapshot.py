@@ -67,7 +67,9 @@ def test_a_damaged_newest_round_is_named_within_the_grace_and_a_new_run_continue
         resume(run).results()
     assert f"replicas resume {run.run_id} --from-snapshot" in str(failed.value)
     outcomes = run.outcomes()
-    assert all(outcome.finished_at - (outcome.started_at or 0) < 60 for outcome in outcomes), "half of the round's time"
+    assert all(outcome.finished_at - (outcome.started_at or 0) < 60 for outcome in outcomes), (
+        "the run ended within half of the time limit of a round"
+    )
 
     new = attach(by_command(run, here)) if sharded else resume(run, from_snapshot=True)
     assert new.run_id != run.run_id
@@ -87,7 +89,7 @@ def test_a_damaged_newest_round_is_named_within_the_grace_and_a_new_run_continue
 def test_a_run_that_is_not_over_or_only_some_of_its_ranks_begin_no_new_run(tmp_path: Path) -> None:
     args: dict[str, Any] = {"folder": str(tmp_path / "gates"), "rounds": ROUNDS, "gates": [1]}
     with closed_gates(tmp_path / "gates", [1]), launch(LOCAL, train, 2, args=args) as run:
-        eventually(lambda: run.status().counts == "2 running", "both run")
+        eventually(lambda: run.status().counts == "2 running", "both replicas run")
         with pytest.raises(ValueError, match=rf"has not ended \(2 running\).* replicas cancel {run.run_id}"):
             resume(run, from_snapshot=True)
         with pytest.raises(ValueError, match="remove ranks="):

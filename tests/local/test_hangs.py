@@ -109,7 +109,9 @@ def test_a_hang_is_named_and_its_stacks_say_where_before_it_is_ended(kind: str, 
         assert report.sentence.startswith("Replica 3 of 8 made no progress for ")
         assert f" after step 812 (limit {SOFT_S} s, --hang-timeout): {diagnosis}" in report.sentence
     dumps = [report.stacks for report in rank.reports if report.stacks]
-    assert len(dumps) == (0 if kind == "stopped" else 2), "the second tells stuck from slow"
+    assert len(dumps) == (0 if kind == "stopped" else 2), (
+        "there are two dumps, so that a user can tell a stuck process from a slow one"
+    )
     for dump in dumps:
         first, _, stacks = dump.partition("\n")
         assert diagnosis in first
@@ -277,7 +279,7 @@ def test_a_rank_that_waits_is_ended_as_idle(kind: str, judged: dict[str, Watched
     assert rank.exit_code in (3, -signal.SIGKILL)
     assert re.search(rf"was idle for \d+ s after step 8 \(limit {SHORT.idle_s:g} s\)", rank.reports[0].sentence)
     assert 'replica.section("evaluate", limit_s=' in rank.reports[0].sentence
-    assert kind == "stopped" or any(report.stacks for report in rank.reports), "its stacks are kept"
+    assert kind == "stopped" or any(report.stacks for report in rank.reports), "the report has the stacks"
 
 
 @pytest.mark.parametrize("kind", COMPUTES)

@@ -55,7 +55,7 @@ def test_a_replica_whose_check_fails_ends_before_its_task_and_reports_the_reason
         assert "checking" in str(outcome.output_tail)
     assert "checks_of_ranks.py" in str(outcomes[1].output_tail), "the traceback is in the log"
     unchecked = launch(local, f"{name}:draw", 4, seed=7).results()
-    assert outcomes[0].result == unchecked[0], "what a check draws at random is not the task's"
+    assert outcomes[0].result == unchecked[0], "a health check does not change the random numbers of the task"
 
 
 def test_a_check_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def test_no_code_comes_from_a_record(victim: Victim, owner: Owner) -> None:
         for verb, result in told.items():
             is_refused(result, "backend" if verb != "resume" else "")
         for status in shown:
-            assert status.code == 0, "it shows what the store tells"
+            assert status.code == 0, "status shows the run from the store alone"
             assert "The run" in status.stdout
             assert f"--backend {hostile.ASKS[name].get('executor', '')}" in status.stdout
         assert "evil_backend" not in sys.modules
@@ -347,7 +347,7 @@ def test_links_in_a_shared_directory_lead_nowhere(victim: Victim, directory: Own
     (directory.path / "bad" / "replicas" / "0000").symlink_to(victim.state / "private" / "replicas" / "0000")
     for verb in VERBS:
         victim.uses(verb, directory)
-    assert not (victim.state / "private" / "replicas").exists(), "nothing was written into a run of the victim's"
+    assert not (victim.state / "private" / "replicas").exists(), "the victim's folder is untouched"
     assert sorted(path.name for path in victim.secret.iterdir()) == ["output.log"]
 
 

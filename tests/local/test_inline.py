@@ -45,7 +45,7 @@ def test_the_entrypoint_runs_in_this_process_as_rank_0_of_a_run_that_is_on_recor
     (state,) = attach(run.run_id).status().replicas
     assert (state.status, state.reported) == ("succeeded", {"step": 3, "loss": 0.5})
     assert [row.values for row in run.metrics().numbers] == [{"step": 3, "loss": 0.5}]
-    assert current_replica().is_alone, "this process is a replica no more"
+    assert current_replica().is_alone, "after the run, this process is no longer a replica"
 
 
 def test_a_look_from_another_thread_does_not_end_an_inline_run_that_begins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_a_look_from_another_thread_does_not_end_an_inline_run_that_begins(monke
 def test_an_exception_of_the_entrypoint_becomes_its_outcome_and_reaches_a_debugger(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.last_exc", ValueError("an older one"), raising=False)
+    monkeypatch.setattr("sys.last_exc", ValueError("an older error"), raising=False)
 
     def entrypoint() -> None:
         in_the_frame = 42
@@ -77,7 +77,7 @@ def test_an_exception_of_the_entrypoint_becomes_its_outcome_and_reaches_a_debugg
     printed = capsys.readouterr().err
     assert "ValueError: boom 42" in printed
     assert "executors/worker" not in printed, "the user's frames alone"
-    assert vars(sys)["last_exc"] is sys.last_value, "which pdb.pm() looks at since Python 3.12"
+    assert vars(sys)["last_exc"] is sys.last_value, "sys.last_exc is set, which pdb.pm() reads since Python 3.12"
     trace = sys.last_traceback
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -142,7 +142,7 @@ def test_a_run_that_was_left_while_it_wrote_its_last_has_ended_for_other_process
     with pytest.raises(KeyboardInterrupt):
         launch("inline", "os:getpid", 1, run_id="left")
     outcome = Attempt(local_store(), "left", 0).outcome()
-    assert outcome is not None, "which another process need not ask this one for"
+    assert outcome is not None, "the outcome is in the store, so other processes need not ask this one"
     assert outcome.reason == "lost"
 
 

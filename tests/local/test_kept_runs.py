@@ -100,7 +100,8 @@ def test_a_detached_run_whose_machine_slept_is_brought_back_by_a_single_pass(her
     launched(here, "--restarts", "1")  # its launcher is gone
     os.kill(supervisor(here, 0, 0), signal.SIGKILL)
     eventually(
-        lambda: {r.status for r in attach("otter").status().replicas} == {"pending"}, "both wait for a controller"
+        lambda: {r.status for r in attach("otter").status().replicas} == {"pending"},
+        "both replicas wait for a controller",
     )
     once = here.replicas("watch", "otter", "--once")
     assert once.code == 0, once
@@ -126,7 +127,7 @@ def test_a_controller_needs_the_folder_and_a_policy_and_may_set_one(here: Folder
     refused = here.replicas("watch", "otter")
     assert (refused.code, "replicas watch otter --restarts 3" in refused.stderr) == (2, True), refused
     os.kill(supervisor(here, 0, 0), signal.SIGKILL)
-    eventually(lambda: attach("otter").status().status == "failed", "the rank ends behind its supervisor")
+    eventually(lambda: attach("otter").status().status == "failed", "the rank ends after its supervisor")
     once = here.replicas("watch", "otter", "--once", "--set", "restarts=3,oom=0,hang=off")
     assert once.code == 0, once
     supervisor(here, 0, 1)

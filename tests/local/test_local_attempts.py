@@ -61,7 +61,7 @@ def test_a_second_copy_claims_the_next_attempt(local: LocalProcessExecutor) -> N
     assert claims[0]["nonce"] != claims[1]["nonce"]
     assert attach(run.run_id).results() == [1], "the newest attempt counts"
     assert read_json(view_of(run).store, f"{run.run_id}/replicas/0000/0/outcome.json")["result"] == 0, (
-        "the first one's stays"
+        "the outcome of the first attempt is unchanged"
     )
 
 
@@ -72,7 +72,7 @@ def test_a_rank_is_running_again_while_its_second_copy_runs(local: LocalProcessE
         try:
             eventually(lambda: exists(view_of(run).store, f"{run.run_id}/replicas/0000/1/started.json"))
             os.kill(int(record_of(run.handles[0], "started.json")["pid"]), 9)
-            assert not run.wait(timeout=0.5), "the second copy goes on"
+            assert not run.wait(timeout=0.5), "the run has not ended while the second copy runs"
         finally:
             copy.kill()
     run.cancel()

@@ -124,7 +124,7 @@ def test_every_kind_of_exception_is_recorded(local: LocalProcessExecutor) -> Non
         assert word in row["error"]
         assert "test_local_endings" in row["error"], "the traceback names the user's file"
         cause, direct = row["error"].index("the cause"), row["error"].index("direct cause")
-        assert cause < direct < row["error"].rindex(word), "and the cause comes first"
+        assert cause < direct < row["error"].rindex(word), "the traceback shows the cause first"
     assert (left["status"], left["reason"], left["exit_code"]) == ("failed", "no_result", 1)
     assert "no data here" in left["error"]
 
@@ -335,7 +335,7 @@ def test_a_sigterm_that_python_swallows_in_a_callback_is_raised_again(
     eventually((tmp_path / "said.in callback").exists)
     local.cancel(handles[0])
     assert (tmp_path / "said.after callback").exists(), "the callback was interrupted"
-    assert (tmp_path / "said.cleaned").exists(), "and then the entrypoint"
+    assert (tmp_path / "said.cleaned").exists(), "the clean-up of the entrypoint has run"
     assert local.poll(handles[0]) == "cancelled"
 
 
@@ -366,7 +366,7 @@ def test_cancelling_ends_every_helper_and_leaves_those_of_other_replicas(
     cancelled, others = (pids_in(tmp_path / rank, (*HELPERS, f"rank.{rank}")) for rank in "01")
     assert all(map(is_alive, cancelled))
     local.cancel(handles[0])
-    assert [pid for pid in cancelled if is_alive(pid)] == [], "also in sessions of their own"
+    assert [pid for pid in cancelled if is_alive(pid)] == [], "helpers in their own sessions have ended, too"
     assert all(map(is_alive, others))
     local.cancel(handles[1])
     assert [pid for pid in others if is_alive(pid)] == []

@@ -152,7 +152,9 @@ def test_a_module_that_launches_while_a_replica_imports_it_is_refused(
     for entrypoint in ("quick.py:train", "quick:train"):
         with pytest.raises(EntrypointError, match=words):
             launch(local, entrypoint, 2)
-    assert len((project / "imported").read_text().splitlines()) == 2, "once for each launch, which checks it"
+    assert len((project / "imported").read_text().splitlines()) == 2, (
+        "each launch imports the module once, for its check"
+    )
     assert list_runs() == []
 
 
@@ -167,7 +169,7 @@ def test_a_module_that_launches_its_own_function_when_it_is_imported_is_refused_
     assert len(list_runs()) == 1
     script = [sys.executable, "quick.py"]
     as_script = subprocess.run(script, env=environ, cwd=project, capture_output=True, check=False)
-    assert (as_script.returncode, as_script.stdout) == (0, b"[7]\n"), "a script needs no guard"
+    assert (as_script.returncode, as_script.stdout) == (0, b"[7]\n"), "a script without a guard can launch itself"
 
 
 def test_nothing_is_left_of_the_checks(local: LocalProcessExecutor, project: Path) -> None:

@@ -89,10 +89,14 @@ def test_a_replica_inherits_the_launcher_as_it_is_at_the_launch(
     assert inside["cwd"] == str(folder)
     assert inside["path"][0] == str(tmp_path / "on the path")
     inherited = [path for path in inside["path"] if path in sys.path]
-    assert inherited == [path for path in sys.path if path in inside["path"]], "in this order"
+    assert inherited == [path for path in sys.path if path in inside["path"]], (
+        "the paths of the launcher keep their order"
+    )
     assert inside["variables"] == {"NEW": "ä=ö\n'\"", "LANG": None}
     assert raw == [0xFF, 0xFE]
-    assert launch(local, "module_in_the_current_directory", 1).results() == ["found"], "a relative sys.path"
+    assert launch(local, "module_in_the_current_directory", 1).results() == ["found"], (
+        "a module in a relative folder of sys.path is found"
+    )
 
 
 def test_a_replica_starts_clean(local: LocalProcessExecutor) -> None:
@@ -103,7 +107,7 @@ def test_a_replica_starts_clean(local: LocalProcessExecutor) -> None:
     finally:
         os.close(secret)
     assert inside["stdin"] == ""
-    assert inside["session"], "it has a session of its own"
+    assert inside["session"], "the replica has its own session"
     assert inside["signals"]["SIGINT"].startswith("<built-in function default_int_handler")
     assert "SIG_DFL" in inside["signals"]["SIGCHLD"]
     assert "SIG_DFL" in inside["signals"]["SIGUSR1"]
@@ -117,7 +121,7 @@ def test_a_replica_starts_clean(local: LocalProcessExecutor) -> None:
         if int(n) > 2 and not any(ours in to for ours in ("/proc/", "pidfd", "replicas-stacks"))
     }
     reserved = [others.pop(number) for number in sorted(others) if others[number] == os.devnull]
-    assert len(reserved) == 2, "what it needs to say how it ended"
+    assert len(reserved) == 2, "the replica has only the two descriptors for its outcome"
     assert others == {}, "descriptors of the launcher, the zygote or the supervisor"
     assert inside["main"] is None, "the caller's main is not imported"
     assert not {"pytest", "torch", "numpy"} & set(inside["modules"])
@@ -168,7 +172,7 @@ def test_torch_threads_are_shared_out_unless_the_user_sets_them(
         assert [row["torch"] for row in inside] == [max(1, cores // n)] * n
     one_at_a_time = LocalProcessExecutor(max_parallel=1)
     inside = launch(one_at_a_time, tasks.threads, 2).results()
-    assert [row["torch"] for row in inside] == [cores] * 2, "those that wait do not count"
+    assert [row["torch"] for row in inside] == [cores] * 2, "ranks that wait for a place do not share the cores"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert launch(with_torch, tasks.threads, 1).results() == [{"torch": 3, "omp": "3"}]
     ones = launch(with_torch, tasks.threads, 1, env={"OMP_NUM_THREADS": "1"}).results()

@@ -79,7 +79,7 @@ def test_a_run_outlives_the_thread_that_launched_it(tmp_path: Path) -> None:
         (handle,) = handles_of(said(tmp_path / "launched"))
         (pid,) = pids_said(tmp_path, "replica.*", 1)
         run = attach(handle.metadata["run_id"])
-        assert not run.wait(timeout=1.5), "it runs on"
+        assert not run.wait(timeout=1.5), "the run continues after the thread has ended"
         assert is_alive(pid)
         run.cancel()
 
@@ -109,7 +109,7 @@ def test_a_detached_run_continues_and_is_attached_cancelled_and_collected_elsewh
         assert process.wait(60) == 0
     pids = pids_said(tmp_path, "replica.*", 2)
     run = attach(launched["run_id"])
-    assert not run.wait(timeout=1.5), "it goes on without its launcher"
+    assert not run.wait(timeout=1.5), "the run continues without its launcher"
     assert all(is_alive(pid) for pid in pids)
     with launcher("attach_cancel_and_collect", str(tmp_path), launched["run_id"]) as process:
         assert said(tmp_path / "attached") == {

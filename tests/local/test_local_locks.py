@@ -38,7 +38,7 @@ def test_the_supervisor_of_a_replica_is_found_by_the_kernels_locks(
         assert holder(folder, 2, 0) is None
         assert holder(folder, 0, 1) is None
         os.kill(supervisor, signal.SIGKILL)
-        eventually(lambda: not any(map(is_alive, pids)), "the ranks end with it")
+        eventually(lambda: not any(map(is_alive, pids)), "the ranks end with their supervisor")
         assert holder(folder, 0, 0) is None
         assert not wake(folder, 0, 0)
 
@@ -87,7 +87,7 @@ def test_a_run_is_cancelled_even_if_its_locks_are_not_found(local: LocalProcessE
     pid = pid_of(view_of(run).reader.handles.of(0))
     (state_home / "replicas" / "mine" / NAME).unlink()
     attach("mine").cancel()
-    eventually(lambda: not is_alive(pid), "its supervisor sees the marker")
+    eventually(lambda: not is_alive(pid), "the supervisor reads the cancel marker and ends the rank")
     assert run.wait(30)
     assert run.status().status == "cancelled"
 
@@ -137,6 +137,6 @@ def test_a_store_that_moved_is_resumed_where_it_is(local: LocalProcessExecutor, 
     assert again.outcomes()[0].attempt == 1
     assert view_of(attach("mover")).store.url == (tmp_path / "there").as_uri()
     assert view_of(attach("mover")).noted == replace(noted, rendezvous=view_of(attach("mover")).store.url), (
-        "it was launched here"
+        "the note has the new address of the store"
     )
     assert resume(attach("mover")).wait(30)

@@ -81,7 +81,7 @@ def close_descriptors() -> None:
     print("before")
     os.close(1)
     os.close(2)
-    raise ValueError("told all the same")
+    raise ValueError("the error is reported in each case")
 
 
 def unset() -> None:
@@ -130,7 +130,7 @@ def test_logs_of_any_shape_are_whole_and_stop_neither_replica_nor_reader(local: 
     failed = shapes.index(close_descriptors)
     assert [outcome.result for outcome in run.outcomes() if outcome.rank != failed] == ["went on"] * (len(shapes) - 1)
     assert run.outcomes()[failed].reason == "exception"
-    assert "told all the same" in (run.outcomes()[failed].error or "")
+    assert "the error is reported in each case" in (run.outcomes()[failed].error or "")
 
 
 def test_following_yields_whole_characters_and_lines_while_the_replica_runs(
@@ -239,6 +239,6 @@ def test_each_log_lies_in_the_state_directory_for_the_user_alone(
         assert local.stream_logs(run.handles[0]) == log.read_text()
         assert log.stat().st_mode & 0o077 == 0
         assert bytes(view_of(run).store.get(f"{run.run_id}/replicas/0000/0/output.log")) == log.read_bytes(), (
-            "and a copy"
+            "the store has a copy of the log"
         )
     assert (state_home / "replicas").stat().st_mode & 0o777 == 0o700

@@ -80,7 +80,7 @@ def test_arguments_travel_as_copies_whatever_their_size(local: LocalProcessExecu
     assert numbers == [1]
     text = "ä" * 3_000_000
     (result,) = launch(local, "executors.testing.tasks:echo", 1, args={"text": text}).results()
-    assert result["args"]["text"] == text, "an argument of a named entrypoint"
+    assert result["args"]["text"] == text, "the argument of an entrypoint that is given by name arrives unchanged"
 
 
 def test_a_function_that_cannot_be_pickled_is_refused_before_anything_starts(local: LocalProcessExecutor) -> None:
@@ -100,7 +100,9 @@ def test_a_result_is_recorded_although_the_store_took_nothing_for_a_while_after_
     run = without_store(local, tmp_path, state_home, "cannot be recorded yet", gives_up_s=60.0)
     assert run.results() == ["the result"]
     assert run.logs(rank=0).count("cannot be recorded yet") == 1
-    assert sum("cannot be recorded yet" in warning.text for warning in run.warnings()) == 1, "an event of the run, too"
+    assert sum("cannot be recorded yet" in warning.text for warning in run.warnings()) == 1, (
+        "the warning is an event of the run, too"
+    )
 
 
 def test_a_result_that_could_never_be_recorded_is_not_taken_for_an_entrypoint_that_returned_none(
@@ -148,7 +150,10 @@ def test_a_directory_that_cannot_be_looked_at_for_a_moment_costs_neither_heartbe
         fails.clear()
         me.report(step=2)
         attempt = Attempt(me.store, me.run_id, me.rank)
-        eventually(lambda: (beat := attempt.beat()) is not None and beat.reported.get("step") == 2, "it beats again")
+        eventually(
+            lambda: (beat := attempt.beat()) is not None and beat.reported.get("step") == 2,
+            "the replica writes heartbeats again",
+        )
         fails.set()
         return "the result"
 

@@ -158,9 +158,9 @@ def test_gpus_are_split_over_the_ranks_that_run_at_once(monkeypatch: pytest.Monk
     assert visible_devices(gpus(4), 2, "H100:2") == ["0,1", "2,3"]
     assert visible_devices(LocalProcessExecutor(preload=(), gpus=["5", "GPU-abc"]), 2, "any") == ["5", "GPU-abc"]
     shared = visible_devices(gpus(2, max_parallel=2), 6, "H100")
-    assert sorted(set(shared), key=str) == ["0", "1"], "one after the other"
+    assert sorted(set(shared), key=str) == ["0", "1"], "ranks that run one after the other share the GPUs"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
-    assert visible_devices(gpus(4), 2, None) == ["1,3", "1,3"], "left alone without a request"
+    assert visible_devices(gpus(4), 2, None) == ["1,3", "1,3"], "without a request, the visible devices are unchanged"
 
 
 def test_a_request_without_any_gpu_warns_once_and_continues() -> None:
@@ -185,7 +185,7 @@ def test_a_replica_whose_torch_sees_no_gpu_does_not_start_where_one_was_asked_fo
     assert (outcome.status, outcome.reason, outcome.exit_code) == ("failed", "start_failed", 1)
     assert str(outcome.error).startswith(f"gpu='H100' was asked for, and torch sees no GPU: torch 2.13.0 {build}. ")
     assert not ran.exists()
-    assert launch(gpus(1), tasks.rank, 1).results() == [0], "no GPU was asked for"
+    assert launch(gpus(1), tasks.rank, 1).results() == [0], "the replica runs, because no GPU was requested"
 
 
 @pytest.mark.usefixtures("torch_with_gpu")

@@ -99,7 +99,7 @@ def test_warnings_of_this_project_and_marked_ones_are_events_and_those_of_the_us
         assert f"rank {rank}: " in log
         assert "UserWarning: of the user" in log
         assert "ReplicasWarning: marked" in log
-        assert log.count("of the user") == 3, "a warning with its line of source, and a record"
+        assert log.count("of the user") == 3, "the log has a warning with its line of source, and a record"
     now = run.status()
     assert (now.n_warnings, [each.rank for each in now.warnings]) == (4, [0, 1])
     assert json.loads(json.dumps(now.to_json()))["replicas"][1]["n_warnings"] == 2
@@ -112,10 +112,10 @@ def test_warnings_of_a_killed_attempt_are_kept_and_the_next_attempt_has_its_own(
     run = launch(local, "warns_job:die_once", 1, restarts=1)
     assert run.wait(60)
     assert [each[:3] for each in told(run)] == [(0, 0, "attempt 0"), (0, 1, "attempt 1")]
-    assert told(run)[1][3] == 3, "an attempt that ends by itself writes how often each came"
+    assert told(run)[1][3] == 3, "the record of an attempt that ended by itself has the count of each warning"
     (state,) = run.status().replicas
     assert state.warned is not None
-    assert state.warned.first == "attempt 1", "the count is of the newest attempt"
+    assert state.warned.first == "attempt 1", "status shows the count of the newest attempt"
 
 
 def test_a_warning_just_before_a_failure_is_written_before_the_outcome(

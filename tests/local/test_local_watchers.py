@@ -65,7 +65,7 @@ def test_a_zygote_killed_in_the_middle_of_a_launch_either_launches_or_reports_th
     os.kill(zygote, signal.SIGKILL)
     thread.join(60)
     assert ends == [[0, 1]] or "The process that forks replicas was killed by SIGKILL" in str(ends[0])
-    assert launch(local, tasks.rank, 2).results() == [0, 1], "the next one works"
+    assert launch(local, tasks.rank, 2).results() == [0, 1], "the next launch works"
     assert local.poll(before[0]) == "running"
     local.cancel(before[0])
 
@@ -102,7 +102,7 @@ def test_one_zygote_serves_all_executors_with_the_same_preload(local: LocalProce
     first, same, different = (zygote_of(handle) for handle in handles)
     assert first == same != different
     assert parent_of(first) == parent_of(different) == os.getpid()
-    assert len({handle.metadata["supervisor_pid"] for handle in handles}) == 3, "and each run has its own supervisor"
+    assert len({handle.metadata["supervisor_pid"] for handle in handles}) == 3, "each run has its own supervisor"
     for handle in handles:
         local.cancel(handle)
 
@@ -242,7 +242,7 @@ def test_a_killed_supervisor_ends_its_replicas_and_they_count_as_lost(
     assert (outcome.status, outcome.reason) == ("failed", "lost")
     with pytest.raises(ReplicaLostError, match=r"Replica 0 of 1 .*lost"):
         run.results()
-    assert record_of(run.handles[0], "outcome.json")["reason"] == "lost", "it is written, and so never changes"
+    assert record_of(run.handles[0], "outcome.json")["reason"] == "lost", "the recorded outcome does not change"
 
 
 @pytest.mark.parametrize("first", [signal.SIGSTOP, signal.SIGKILL])
@@ -301,7 +301,9 @@ def test_supervisor_and_zygote_hold_nothing_of_the_launchers(local: LocalProcess
         ignored = next(
             line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn")
         )
-        assert int(ignored.split()[1], 16) & 1 << (signal.SIGINT - 1), "Ctrl-C is the launcher's business"
+        assert int(ignored.split()[1], 16) & 1 << (signal.SIGINT - 1), (
+            "the supervisor ignores Ctrl-C, which is for the launcher"
+        )
     local.cancel(handles[0])
 
 

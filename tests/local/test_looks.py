@@ -74,7 +74,9 @@ def test_a_look_at_a_run_is_one_list_and_the_heartbeats(bucket: S3Server, n: int
     write_run(store, n)
     run = attach("wide", rendezvous=store.url)
     assert view_of(run).world_size == n
-    assert cost(bucket, run.status) == 2 + n, "one list, the handles together, the heartbeats"
+    assert cost(bucket, run.status) == 2 + n, (
+        "status makes one list, reads the object with all handles, and reads each heartbeat"
+    )
     assert cost(bucket, run.status) == 1 + n
     assert [state.reported["step"] for state in run.status().replicas] == list(range(n))
     assert cost(bucket, lambda: run.wait(timeout=0)) == 1
@@ -91,11 +93,15 @@ def test_warnings_cost_status_no_request_and_one_read_for_each_attempt(bucket: S
         write(store, rank, "heartbeat", {"at": time.time(), "step": rank, WARNED: count})
     run = attach("wide", rendezvous=store.url)
     assert view_of(run).world_size == n
-    assert cost(bucket, run.status) == 2 + n, "one list, the handles together, the heartbeats"
+    assert cost(bucket, run.status) == 2 + n, (
+        "status makes one list, reads the object with all handles, and reads each heartbeat"
+    )
     assert cost(bucket, run.status) == 1 + n
     assert (run.status().n_warnings, run.status().warnings[0].text) == (n, "of 0")
     assert cost(bucket, lambda: run.wait(timeout=0)) == 1
-    assert cost(bucket, run.warnings) == 1 + n, "one list, and a record of each attempt that has any"
+    assert cost(bucket, run.warnings) == 1 + n, (
+        "warnings() makes one list, and reads one record for each attempt with warnings"
+    )
     assert [(each.rank, each.text, each.count) for each in run.warnings()][:2] == [(0, "of 0", 2), (1, "of 1", 2)]
 
 
@@ -107,9 +113,11 @@ def test_the_log_of_decisions_is_read_once_another_process_has_ended_and_from_wh
     store.put("wide/run.json", json.dumps(run_json(world_size=2, restarts="3")).encode())
     run = attach("wide", rendezvous=store.url)
     run.wait(timeout=0)
-    assert cost(bucket, lambda: run.wait(timeout=0)) == 1, "nobody has ended"
+    assert cost(bucket, lambda: run.wait(timeout=0)) == 1, "no rank has ended, so a look is one list"
     write(store, 0, "outcome", outcome_json(0, status="failed", reason="signal"))
-    assert cost(bucket, lambda: run.wait(timeout=0)) == 3, "one list, the outcome, one look for what is new in the log"
+    assert cost(bucket, lambda: run.wait(timeout=0)) == 3, (
+        "a look makes one list, reads the outcome, and asks once for new decisions"
+    )
     store.put("wide/decisions/000000.json", Decision(kind="restart", rank=0, ended=0, start={0: 1}).to_bytes())
     assert [cost(bucket, lambda: run.wait(timeout=0)) for _ in range(2)] == [3, 2]
     assert run.status().replicas[0].status == "pending"
@@ -133,7 +141,7 @@ def test_ls_of_a_bucket_does_not_list_the_measurements_of_runs(
     n_requests = cost(bucket, lambda: found.extend(list_runs(store.url)))
     assert {run.run_id for run in found} == {"run-0", "run-1", "run-2", "broken"}
     assert [run.run_id for run in found if run.run_id != "broken"] == ["run-2", "run-1", "run-0"], "oldest first"
-    assert n_requests <= 1 + 5 + 2, "one list, the records, and twice more the one that cannot be read"
+    assert n_requests <= 1 + 5 + 2, "ls makes one list, reads the records, and reads the unreadable one twice more"
 
 
 def test_runs_that_this_machine_knows_at_a_bucket_are_asked_for_at_once(
@@ -152,7 +160,7 @@ def test_runs_that_this_machine_knows_at_a_bucket_are_asked_for_at_once(
 
     monkeypatch.setattr("executors.store.parallel.in_parallel", in_turn)
     assert [run.run_id for run in list_runs()] == [f"run-{number}" for number in range(30)]
-    assert at_once == [29], "all but the first, which tells whether the bucket answers"
+    assert at_once == [29], "all records but the first are requested at the same time"
 
 
 def test_reading_events_costs_a_listing_the_claims_the_first_reports_and_the_log(bucket: S3Server) -> None:
@@ -178,7 +186,7 @@ def test_a_process_that_launches_or_resumes_at_a_bucket_leaves_the_handles_toget
         assert view_of(other).world_size == 2
         asked = len(bucket.requests("GET"))  # its supervisors may still write what the attempt leaves
         assert [handle.metadata["attempt"] for handle in other.handles] == [number] * 2
-        assert len(bucket.requests("GET")) - asked == 2, "one list, the handles together"
+        assert len(bucket.requests("GET")) - asked == 2, "attach makes one list and reads the object with all handles"
         run = resume(other) if number == 0 else run
 
 
@@ -193,7 +201,7 @@ def test_handles_that_cannot_be_read_together_are_read_one_by_one(bucket: S3Serv
     store.put("wide/handles/0.json", json.dumps({"handles": theirs}).encode())
     first, second = attach("wide", rendezvous=store.url).handles
     place = {"store_url": store.url, "run_id": "wide", "attempt": 0}
-    assert first.metadata.items() >= place.items(), "where it is found says whose it is"
+    assert first.metadata.items() >= place.items(), "the place of a handle decides which replica it belongs to"
     assert second == handles[1]
 
 
@@ -205,9 +213,11 @@ def test_records_of_ended_ranks_are_read_once(bucket: S3Server, n: int) -> None:
     run.status()
     for rank in range(n):
         write(store, rank, "outcome", outcome_json(rank))
-    assert cost(bucket, run.status) == 1 + 2 * n, "one list, the outcomes, the last heartbeats"
+    assert cost(bucket, run.status) == 1 + 2 * n, (
+        "status makes one list, and reads the outcomes and the last heartbeats"
+    )
     assert cost(bucket, run.status) == 1
-    assert cost(bucket, run.results) == 2, "it waits, and looks whether anything was resumed"
+    assert cost(bucket, run.results) == 2, "results() makes two requests: one for the wait, and one for new resumes"
 
 
 def test_sixty_four_replicas_watched_for_an_hour_are_at_most_60_000_requests(bucket: S3Server) -> None:
@@ -366,13 +376,13 @@ def test_one_unreadable_record_does_not_hide_the_other_ranks(damaged: Run) -> No
     assert "'attempt' is missing" in second.to_json()["note"]
     assert not fourth.is_over
     write(view_of(damaged).store, 3, "outcome", outcome_json(3))
-    assert damaged.wait(60), "nobody can tell of the third"
+    assert damaged.wait(60), "wait() returns, because the rank that cannot be read counts as ended"
     assert damaged.status().status == "failed"
     assert [outcome.status for outcome in damaged.outcomes()] == ["succeeded", "failed", "failed", "succeeded"]
     with pytest.raises(ReplicaLostError, match=r"wide/replicas/0001/0/outcome\.json"):
         damaged.results()
     write(view_of(damaged).store, 2, "outcome", outcome_json(2))
-    assert damaged.status().replicas[2].status == "succeeded", "it was written after all"
+    assert damaged.status().replicas[2].status == "succeeded", "status shows the outcome that was written later"
 
 
 def test_a_handle_that_cannot_be_read_is_named_once_the_others_were_cancelled(damaged: Run) -> None:

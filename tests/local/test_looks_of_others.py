@@ -69,10 +69,10 @@ def test_a_look_from_another_machine_of_the_same_name_leaves_a_run_alone(
     with monkeypatch.context() as there:
         there.setenv("XDG_STATE_HOME", str(tmp_path / "another-machine"))
         assert status(run) == ("running", "")
-    assert "its supervisor is gone" in status(run)[1], "the machine that launched it was restarted since"
+    assert "its supervisor is gone" in status(run)[1], "the launching machine was restarted, so the supervisor is gone"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount /proc, and become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount /proc and start a process of another user")
 @pytest.mark.parametrize("hidepid", [1, 2])
 def test_a_process_that_is_not_shown_the_processes_of_others_takes_none_of_them_for_ended(hidepid: int) -> None:
     ended = subprocess.Popen(["true"])
@@ -87,7 +87,7 @@ def test_a_process_that_is_not_shown_the_processes_of_others_takes_none_of_them_
     assert told.stdout.strip() == "[True, False]", told.stderr
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 def test_a_lost_run_is_shown_to_the_process_that_may_only_read_it(run: Run, tmp_path: Path) -> None:
     (handle,) = run.handles
     claim = view_of(run).newest_attempt(0).find("started.json", Claim.parse)
@@ -105,4 +105,4 @@ def test_a_lost_run_is_shown_to_the_process_that_may_only_read_it(run: Run, tmp_
         assert [end.reason for end in attach(run.url).outcomes()] == ["lost"]
         assert not view_of(run).newest_attempt(0).has("outcome.json")
     status(run)
-    assert view_of(run).newest_attempt(0).has("outcome.json"), "whoever may write records it"
+    assert view_of(run).newest_attempt(0).has("outcome.json"), "a process that may write records the outcome"

@@ -51,10 +51,14 @@ def train(folder: str) -> int:
     with opened as diloco:
         while diloco.inner_step < total_steps:
             if me.rank == 1 and not me.attempt and diloco.inner_step == KILLED_AT:
-                eventually(lambda: n_entries(me) == KEPT_ENTRIES, "its rounds are in segments")
+                eventually(lambda: n_entries(me) == KEPT_ENTRIES, "the rounds of the replica are in segments")
                 os.kill(os.getpid(), signal.SIGKILL)
             if me.rank == 0 and diloco.inner_step in GATES:
-                eventually(Path(folder, str(diloco.inner_step)).exists, "its peer has come so far", within_s=60)
+                eventually(
+                    Path(folder, str(diloco.inner_step)).exists,
+                    "the other replica has reached the same step",
+                    within_s=60,
+                )
             if me.attempt:
                 Path(folder, str(GATES[0])).touch()
             with torch.no_grad():
@@ -109,7 +113,7 @@ def check_ledger(found: Metrics, lines: Lines, made: list[int]) -> None:
     assert counted[1, 0] == INNER_STEPS * KEPT_ENTRIES
     assert ledger.counted == sum(counted.values())
     assert ledger.by_rank[0].made == ledger.by_rank[0].counted == made[0]
-    assert 0 < ledger.lost <= INNER_STEPS, "two steps were lost, as far as its pace tells"
+    assert 0 < ledger.lost <= INNER_STEPS, "by the pace of the replica, at most INNER_STEPS steps were lost"
     assert ledger.by_rank[1].counted + ledger.carried + ledger.dropped == INNER_STEPS * KEPT_ENTRIES + made[1]
     assert 0 < (ledger.goodput or 0) < 1
 
@@ -128,7 +132,7 @@ def check_time_line(found: Metrics, lines: Lines, run: Run) -> None:
         late = min((at - saw[0, 0][entry] for entry, at in own.items()), key=abs)
         expected = claims[span.rank, span.attempt] - late - claims[0, 0]
         assert span.started_s - first.started_s == pytest.approx(expected, abs=1e-3)
-        assert abs(late) < 1, "one machine has one clock"
+        assert abs(late) < 1, "the clocks of two replicas on one machine agree"
     killed, back = found.attempts[1:]
     assert killed.ended_s is not None
     assert killed.ended_s < back.started_s

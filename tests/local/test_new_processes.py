@@ -80,10 +80,12 @@ def test_replicas_do_not_hang_if_a_preloaded_module_starts_a_thread(
     threaded: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = launch(executor(), "job.py", 2)
-    assert run.results() == [[0, 0, True, None], [1, 0, True, None]], "each has imported it, in its own process"
+    assert run.results() == [[0, 0, True, None], [1, 0, True, None]], (
+        "each replica has imported the module in its own process"
+    )
     assert run.logs(rank=1).splitlines() == ["rank 1 attempt 0"]
     said = [line for line in capfd.readouterr().err.splitlines() if "fork" in line]
-    assert len(said) == 1, "once for each run"
+    assert len(said) == 1, "the line is printed once for each run"
     assert re.fullmatch(
         r"replicas: importing json, threaded started a thread \(\S+\), which a fork would lose\. So each replica is a "
         r"new process and imports by itself\. To fork them, remove it from the backend's option preload\.",
@@ -111,7 +113,7 @@ def test_a_replica_that_died_is_brought_back_and_its_claim_and_progress_are_seen
 
 def test_a_cancelled_replica_has_its_grace(threaded: Path) -> None:
     run = launch(executor(term_grace_s=20.0), "job.py", 2, args={"mode": "waits"})
-    eventually(lambda: all(row.reported.get("step") == 7 for row in run.status().replicas), "both wait")
+    eventually(lambda: all(row.reported.get("step") == 7 for row in run.status().replicas), "both replicas wait")
     run.cancel()
     assert {row.status for row in run.status().replicas} == {ReplicaStatus.CANCELLED}
     assert "cleaned up" in run.logs(rank=0)
@@ -128,9 +130,9 @@ def test_a_replica_that_hangs_is_ended_and_its_stacks_are_kept(threaded: Path) -
 def test_each_gets_a_gpu_that_no_living_one_has(threaded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(write_torch(threaded.parent / "gpu", sees_gpu=True))
     run = launch(executor(gpus=("4", "5")), "job.py", 2, args={"mode": "waits until it may go"}, gpu="H100")
-    eventually(lambda: all(row.reported.get("step") == 1 for row in run.status().replicas), "both run")
+    eventually(lambda: all(row.reported.get("step") == 1 for row in run.status().replicas), "both replicas run")
     assert run.add(executor(gpus=("4", "5")), 1) == [2]
-    eventually(lambda: run.logs(rank=2) != "", "the third runs")
+    eventually(lambda: run.logs(rank=2) != "", "the third replica runs")
     assert "every GPU has a replica of this run already: sharing 4 with another." in run.logs(rank=2)
     (threaded / "go").touch()
     assert [row[3] for row in run.results()] == ["4", "5", "4"]

@@ -133,7 +133,7 @@ def test_a_run_whose_launcher_and_supervisor_are_gone_has_ended_at_the_first_loo
         process.wait(60)
         eventually(lambda: not is_alive(supervisor))
     run = attach(launched["run_id"])
-    eventually(lambda: run.status().is_terminal, "both are gone")
+    eventually(lambda: run.status().is_terminal, "the run has ended, because launcher and supervisor are gone")
     assert run.status().replicas[0].status is ReplicaStatus.FAILED
     assert run.status().replicas[0].note.startswith("the run ended with its launcher: replicas resume ")
     assert run.wait(timeout=0)

@@ -58,7 +58,9 @@ def test_the_second_launch_of_a_file_preloads_the_imports_at_its_top(
     (work / "job.py").write_text(JOB.replace("import heavy\n", "").replace("def main():", "import heavy\ndef main():"))
     assert noted_imports("job.py") == ("os", "bundle:part", "heavy")
     (work / "job.py").write_text(JOB.replace("import heavy\n", "os.nice(0)\nimport heavy\n"))
-    assert launch(local, "job.py", 1).results() == [NOT_HERE], "what stands before an import may matter to it"
+    assert launch(local, "job.py", 1).results() == [NOT_HERE], (
+        "a module is not preloaded if code stands before its import"
+    )
 
 
 def test_a_module_that_starts_threads_is_left_out_and_named(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +71,7 @@ def test_a_module_that_starts_threads_is_left_out_and_named(work: Path, capfd: p
     said = "replicas: preload leaves 'threaded' out: importing it starts threads\n"
     assert capfd.readouterr().err == said
     assert launch(local, "job.py", 1).results() == [{"heavy": True, "part": True}]
-    assert capfd.readouterr().err == "", "it is said once"
+    assert capfd.readouterr().err == "", "the line is printed once"
 
 
 def test_quick_imports_are_not_worth_it(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

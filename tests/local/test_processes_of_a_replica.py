@@ -60,7 +60,7 @@ def test_a_second_process_of_a_replica_is_refused_at_once_and_the_first_continue
     for refused in (said["second"], said["parent"]):
         assert f"Another process of this replica (pid {pid}) has the DiLoCo 'main' open." in refused
         assert "Several processes open one together in a process group, see DiLoCo's group=." in refused
-    assert said["other name"] == "open\n", "under another name it is a separate training"
+    assert said["other name"] == "open\n", "a DiLoCo with another name is a separate training"
     assert "This replica has closed a DiLoCo named 'main' already" in said["third"]
 
 

@@ -283,7 +283,7 @@ def hang() -> None:
 @pytest.fixture
 def hanging() -> Iterator[Run]:
     run = launch(PLAIN, hang, 1, run_id="otter")
-    eventually(lambda: run.status().status == "running", "it hangs")
+    eventually(lambda: run.status().status == "running", "the run hangs")
     yield run
     if list(view_of(run).store.list("otter/")):
         run.cancel()
@@ -322,7 +322,7 @@ def test_an_addition_that_comes_after_the_removal_leaves_nothing(hanging: Run, m
 
 def test_a_removal_that_died_before_it_deleted_anything_stops_no_resume(here: HereInstead) -> None:
     run = launch(PLAIN, fail, 1, run_id="otter")
-    eventually(lambda: run.status().is_terminal, "it fails")
+    eventually(lambda: run.status().is_terminal, "the run has ended")
     new = vars(Removal.new())
     machine, _, _ = str(new["process"]).rpartition(" ")[0].rpartition(" ")
     write_removal(view_of(run).store, "otter", Removal(**{**new, "process": f"{machine} {2**31 - 1} 1"}))

@@ -141,7 +141,7 @@ def test_code_after_the_loop_runs_in_a_replica_that_is_started_again_after_the_l
     )
     results = over(run).results()
     assert told(run, 1) == ["signal SIGKILL", "succeeded"]
-    assert results[0] == results[1], "both hold the anchor"
+    assert results[0] == results[1], "both replicas have the anchor"
 
 
 def test_an_error_of_an_attempt_that_began_after_the_last_round_is_explained_and_ends_no_other_rank(
@@ -155,7 +155,7 @@ def test_an_error_of_an_attempt_that_began_after_the_last_round_is_explained_and
     assert "'loss'" in last.headline
     assert last.headline.endswith("(this attempt began after the last round)")
     assert "Set them before the loop, or loop over diloco.steps()" in str(last.error)
-    assert any(last.headline in str(event.why) for event in run.events()), "the events say so, too"
+    assert any(last.headline in str(event.why) for event in run.events()), "the events show it, too"
 
 
 def test_a_restart_together_ends_the_living_ranks_and_starts_them_again(
@@ -200,7 +200,7 @@ def test_a_rank_that_leaves_on_request_is_stopped_whatever_is_ordered_later(
 ) -> None:
     run = started(local, leave_when_asked, 1, "3", folder=str(tmp_path))
     # A stop that comes between its claim and the call ends an attempt before it starts, and then there is no result.
-    eventually((tmp_path / "called").exists, "its entrypoint was called")
+    eventually((tmp_path / "called").exists, "the entrypoint was called")
     added(run, kind="stop", why="asked", within_s=60.0)
     (end,) = ends(over(run), 0)
     assert (end.status, end.reason, end.result) == ("cancelled", "stopped", "saved")
@@ -217,7 +217,7 @@ def test_a_run_that_is_cancelled_between_two_attempts_has_ended_at_once(
     run = started(local, die_and_hang, 1, "3,backoff=600s:600s", folder=str(tmp_path))
     decided(run, "restart")
     run.cancel()
-    eventually(lambda: told(run, 0) == ["signal SIGKILL", "cancelled"], "its second attempt is cancelled", within_s=5)
+    eventually(lambda: told(run, 0) == ["signal SIGKILL", "cancelled"], "the second attempt is cancelled", within_s=5)
     over(run)
 
 
@@ -332,7 +332,7 @@ def test_a_rank_that_is_given_up_and_resumed_belongs_to_its_new_supervisor(
     run = started(local, come_back_when_resumed, 2, "9,backoff=1s:1s", folder=str(tmp_path))
     decided(run, "give_up")
     resume(run, ranks=[0])
-    eventually(lambda: len(decisions(run)) == 4, "its new supervisor answers the next end")
+    eventually(lambda: len(decisions(run)) == 4, "the new supervisor decides about the next end")
     # the old supervisor reads the log before the new one starts its attempt
     os.kill(supervisor_of(run), signal.SIGUSR1)
     over(run)
@@ -360,14 +360,14 @@ def test_an_end_that_the_store_does_not_take_is_recorded_and_answered_when_it_do
     args = {"folder": str(tmp_path)}
     run = launch(local, die_when_told, 2, args=args, restarts=f"1,{QUICK}", timeout=120, rendezvous=tmp_path / "runs")
     first = folder_of(view_of(run).store.url) / Attempt(view_of(run).store, run.run_id, 0).key("")
-    eventually((tmp_path / "0.0").exists, "it runs")
+    eventually((tmp_path / "0.0").exists, "the first attempt runs")
     away = first.rename(first.with_name("away"))
     first.write_text("")  # objects below it can be neither read nor written
     tasks.mark(tmp_path / "die")
-    assert not run.wait(timeout=BRIEF.seconds + 2), "nobody has given it up"
+    assert not run.wait(timeout=BRIEF.seconds + 2), "the run has not ended, because no process has recorded the end"
     first.unlink()
     away.rename(first)
-    eventually((tmp_path / "0.1").exists, "it is started again")
+    eventually((tmp_path / "0.1").exists, "the rank is started again")
     tasks.mark(tmp_path / "return")
     over(run)
     assert (told(run, 0), decided(run, "restart").start) == (["signal SIGKILL", "succeeded"], {0: 1})

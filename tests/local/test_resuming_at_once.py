@@ -50,7 +50,7 @@ def failed(folder: Path, n: int = N, executor: LocalProcessExecutor = PLAIN, run
     """Launch a run all of whose ranks fail in their first attempt."""
     folder.mkdir(exist_ok=True)
     run = launch(executor, fail_once, n, args={"folder": str(folder)}, run_id=run_id)
-    eventually(functools.partial(has_ended, run), "all fail")
+    eventually(functools.partial(has_ended, run), "all ranks have failed")
     return run
 
 
@@ -95,7 +95,9 @@ def test_ranks_that_two_processes_resume_at_once_are_started_once(tmp_path: Path
         re.search("is being resumed by another|are being resumed by another|no replica to resume", line)
         for line in losers
     )
-    assert any("AlreadyResumedError" in line for line in losers), "the two never met"
+    assert any("AlreadyResumedError" in line for line in losers), (
+        "the two resumes did not run at the same time, so nothing was tested"
+    )
 
 
 def test_a_second_resume_starts_nothing_and_names_the_first_process(tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ def test_the_command_that_comes_second_reports_that_and_exits_with_2(
 def test_a_look_shows_the_attempt_that_was_begun_while_it_asked_the_backend(tmp_path: Path) -> None:
     (tmp_path / "pids").mkdir()
     run = launch(PLAIN, hang_once, 1, args={"folder": str(tmp_path / "pids")}, run_id="otter")
-    eventually(lambda: run.status().status == "running", "it hangs")
+    eventually(lambda: run.status().status == "running", "the replica hangs")
     look = Run(view_of(run).store, "otter", executor=OvertakenWhileLooking(preload=()))
     state = look.status().replicas[0]
     assert (state.status, state.attempt) in [("pending", 1), ("running", 1), ("succeeded", 1)]
@@ -163,7 +165,7 @@ def test_a_resume_that_is_overtaken_and_interrupted_leaves_the_others_attempt_al
     with pytest.raises(KeyboardInterrupt):
         resume(Run(view_of(run).store, "otter", executor=interrupted))
     again = attach("otter")
-    eventually(lambda: again.status().replicas[0].status == "succeeded", "the other's rank 0")
+    eventually(lambda: again.status().replicas[0].status == "succeeded", "rank 0 of the other resume has succeeded")
     assert [(outcome.status, outcome.attempt) for outcome in again.outcomes()] == [("succeeded", 1), ("cancelled", 1)]
     assert resume(again).results() == [1, 2]
 

@@ -71,12 +71,12 @@ def test_a_replica_that_ends_leaves_no_outcome_where_its_run_was_deleted(
 ) -> None:
     place = s3.url("runs") if is_bucket else tmp_path / "runs"
     run = launch(LOCAL, meet, 1, args={"folder": str(tmp_path), "n": 2}, rendezvous=place, run_id="otter")
-    eventually((tmp_path / "0").exists, "it waits")
+    eventually((tmp_path / "0").exists, "the replica waits")
     (handle,) = run.handles
     for entry in list(view_of(run).store.list("")):
         view_of(run).store.delete(entry.key)
     (tmp_path / "1").touch()
-    eventually(lambda: not is_alive(handle.metadata["supervisor_pid"]), "it has ended")
+    eventually(lambda: not is_alive(handle.metadata["supervisor_pid"]), "the supervisor has ended")
     left = [entry.key.rpartition("/")[2] for entry in view_of(run).store.list("")]
     # a check before each heartbeat would cost a request
     assert left in ([], ["heartbeat.json"]) if is_bucket else left == []
@@ -90,7 +90,7 @@ def ends_when_it_answers(s3: S3Server, run: Run) -> list[tuple[str, str | None]]
     """Let the bucket answer again. Return the outcomes of the replicas when their supervisor has recorded them."""
     s3.misbehave()
     supervisor = run.handles[0].metadata["supervisor_pid"]
-    eventually(lambda: not is_alive(supervisor), "their supervisor is gone")
+    eventually(lambda: not is_alive(supervisor), "the supervisor of the replicas has ended")
     return [(str(outcome.status), outcome.reason) for outcome in run.outcomes()]
 
 

@@ -185,7 +185,7 @@ def test_no_round_misses_a_replica_that_failed_and_continues_in_its_process(
     assert {end.pid for end in ends(run, 1)} == {failed["pid"]}
     assert steady["anchor"] == failed["anchor"]
     assert [number for number, ranks in steady["reports"] if ranks != [0, 1]] == []
-    assert failed["begins_at"] in (22, 23), "the steps that the other one has made are not made again"
+    assert failed["begins_at"] in (22, 23), "the replica continues at the step that its peer has reached"
 
 
 def test_a_replica_that_is_not_called_again_says_goodbye_so_that_no_other_one_waits(
@@ -196,5 +196,7 @@ def test_a_replica_that_is_not_called_again_says_goodbye_so_that_no_other_one_wa
     assert told(run, 1) == ["exception", "exception"], "".join(run.logs(attempt="all"))
     store, folder = view_of(run).store, f"{run.run_id}/diloco/main/bye/"
     assert f"{folder}1/1" in {entry.key for entry in store.list(folder)}
-    assert f"{folder}1/0" not in {entry.key for entry in store.list(folder)}, "attempt 1 continued in its place"
+    assert f"{folder}1/0" not in {entry.key for entry in store.list(folder)}, (
+        "attempt 0 wrote no bye, because attempt 1 continued"
+    )
     assert told(run, 0) == ["succeeded"]

@@ -81,8 +81,8 @@ def replace_the_others(fields: dict[str, Any]) -> str:
 
 
 def wait_for_both(run: Run, folder: Path) -> None:
-    eventually(lambda: all((folder / f"lives-{rank}").exists() for rank in range(2)), "both live")
-    eventually(lambda: str(run.status().counts) == "2 running", "both are seen")
+    eventually(lambda: all((folder / f"lives-{rank}").exists() for rank in range(2)), "both replicas run")
+    eventually(lambda: str(run.status().counts) == "2 running", "status shows both replicas as running")
 
 
 def keyless(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Result:
@@ -151,7 +151,7 @@ def test_a_handle_alone_is_enough_to_ask_for_proofs(tmp_path: Path, monkeypatch:
     """A script that kept a handle asks an executor, and never reads the record of the run."""
     args = {"folder": str(tmp_path)}
     run = launch(PLAIN, wait_for_go, 1, args=args, signed=True, run_id="otter", rendezvous=tmp_path / "runs")
-    eventually((tmp_path / "lives-0").exists, "it lives")
+    eventually((tmp_path / "lives-0").exists, "the replica runs")
     kept = ReplicaHandle.from_json(run.handles[0].to_json())
     forge(view_of(run).store, 0, 0, **FORGED["succeeded"])
     view_of(run).store.put(Attempt(view_of(run).store, "otter", 0, 1).key(CLAIM), to_bytes({"nonce": "theirs"}))
@@ -162,7 +162,7 @@ def test_a_handle_alone_is_enough_to_ask_for_proofs(tmp_path: Path, monkeypatch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path / "another-machine"))
         drop_key(view_of(run).store.url, "otter")
         (row,) = PLAIN.collect([kept], timeout=0)
-        assert row["unproven"], "this machine cannot know, and says so"
+        assert row["unproven"], "the row is marked as unproven"
     drop_key(view_of(run).store.url, "otter")
     (tmp_path / "go").touch()
     (row,) = PLAIN.collect([kept], timeout=30)
@@ -233,7 +233,7 @@ def test_a_machine_without_the_key_shows_ends_as_unproven(tmp_path: Path, monkey
     told = keyless(tmp_path, monkeypatch, "status", run.url)
     words = " ".join(told.stdout.split())
     assert "Unproven: the run is signed, and this machine does not have its key" in words
-    assert words.count("unproven") >= 2, "each rank has the note"
+    assert words.count("unproven") >= 2, "each rank is marked as unproven"
     assert "(unproven)" in keyless(tmp_path, monkeypatch, "wait", run.url).stdout
     rows = keyless(tmp_path, monkeypatch, "collect", run.url, "--json").json["replicas"]
     assert [row["unproven"] for row in rows] == [True, True]
@@ -276,4 +276,4 @@ def test_the_outcomes_of_an_unsigned_run_are_as_before(tmp_path: Path) -> None:
     assert b"proof" not in data
     assert b"unproven" not in data
     forge(view_of(run).store, 0, 0, **FORGED["succeeded"])
-    assert attach(run.url).results() == ["forged"], "any process that can write there may say so"
+    assert attach(run.url).results() == ["forged"], "a process without the key may have written the end"

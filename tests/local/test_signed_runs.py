@@ -213,7 +213,9 @@ def test_forged_replayed_and_swapped_objects_never_steer_a_signed_run(tmp_path: 
         assert entry != FIRST or set(seal.replicas) == {1}
         states.append(states[-1] - np.frombuffer(seal.mean, np.float32))
     assert second == states[-1].tolist()
-    assert first in [state.tolist() for state in states], "it may have left while the others went on"
+    assert first in [state.tolist() for state in states], (
+        "an honest replica has the state, although it may have left early"
+    )
     assert max(map(np.max, states)) < 20 * 8
 
 
@@ -245,9 +247,9 @@ def test_a_blocked_round_names_the_object_and_continues_after_its_deletion(tmp_p
     assert (waited.code, line in " ".join(waited.stdout.split())) == (124, True), waited
     assert "Round 3 stands still" in run.report(tmp_path / "page.html").read_text()
     subprocess.run(line.partition("Delete it: ")[2], shell=True, check=True)
-    assert run.results() == [4], "what the forgery had taken the place of is sent again"
+    assert run.results() == [4], "the contribution is sent again after the forged object was deleted"
     assert run.status().standstills == []
-    assert any("Round 3 stands still" in each.text for each in run.warnings()), "the events have it still"
+    assert any("Round 3 stands still" in each.text for each in run.warnings()), "the warnings still have the standstill"
 
 
 def test_the_last_line_of_a_run_that_a_forged_seal_ended_names_the_object_to_delete_before_a_resume(

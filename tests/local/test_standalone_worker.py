@@ -150,7 +150,9 @@ def test_a_replica_does_not_start_where_torch_does_not_see_the_gpu_that_was_aske
             (torch / "jax.py").touch()
             write_files(site.workspace, of_jax="import jax\ndef main(): ...")
             spec = ship(site.shared, site.workspace, "of_jax", run_id="of-jax")
-            assert ended(site.cloud.start(spec, environ=environ))[0] == 0, "it does not train with torch"
+            assert ended(site.cloud.start(spec, environ=environ))[0] == 0, (
+                "the replica starts, because it does not train with torch"
+            )
     spec = ship(site.shared, site.workspace, "tasks_of_user:talks", run_id="of-before")
     assert outcome_of(replace(spec, run_id="gpu-false")).error == (
         "gpu='H100:2' was asked for, and torch sees no GPU: torch 2.13.0 is built for CUDA 13.0. The NVIDIA driver is "
@@ -213,4 +215,4 @@ def test_a_replicas_environment_has_its_time_limit_and_not_the_users_variables()
     assert environ["REPLICA_RENDEZVOUS"] == "s3://bucket/runs"
     assert environ["REPLICA_TIMEOUT_S"] == "60.0"
     assert "A" not in environ
-    assert environ["REPLICA_ENV"] == "A", "its name, so that its placeholders are filled in"
+    assert environ["REPLICA_ENV"] == "A", "REPLICA_ENV names the variable whose placeholders are replaced"

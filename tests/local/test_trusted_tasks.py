@@ -278,7 +278,9 @@ def test_a_user_carries_the_digest_to_another_machine(
     digest = launched["task_digest"]
     assert here.replicas("status", "otter", "--json").json["task_digest"] == digest
     elsewhere()
-    assert here.replicas("status", launched["url"], "--json").json["task_digest"] is None, "it has nobody's word for it"
+    assert here.replicas("status", launched["url"], "--json").json["task_digest"] is None, (
+        "status shows no digest that this machine cannot prove"
+    )
     assert here.replicas("resume", launched["url"], "--task-digest", digest.upper()).code == 1
     again = attach(launched["url"])
     assert again.status().replicas[0].attempt == 1

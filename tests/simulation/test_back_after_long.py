@@ -37,7 +37,9 @@ def test_a_replica_that_slept_jumps_as_soon_as_it_sees_that_the_mean_was_collect
     missed = next(at for at, what in woke if "/mean/" in what)
     jumped = next(at for at, what in woke if "/part/" in what)
     assert jumped - missed < 5.0
-    assert not [what for at, what in woke if at < jumped and "/contribution/" in what], "no input is there any more"
+    assert not [what for at, what in woke if at < jumped and "/contribution/" in what], (
+        "the replica reads no contribution, because all inputs are deleted"
+    )
 
 
 @pytest.mark.parametrize("in_background", [False, True])

@@ -132,9 +132,9 @@ def test_an_attempt_that_is_not_older_than_the_named_one_shows_that_a_rank_is_go
     for attempt in range(3):
         store.put(KEYS.claim(1, attempt), b"{}")
     store.put(KEYS.outcome(1, 0), b"{}")
-    assert not members.is_gone(1), "an older one has ended"
+    assert not members.is_gone(1), "an outcome of an older attempt does not show that the rank has left"
     store.put(KEYS.outcome(1, 2), b"{}")
-    assert members.is_gone(1), "a newer one has ended, and the named one is behind it"
+    assert members.is_gone(1), "an outcome of a newer attempt shows that the rank has left"
 
 
 def outcome(*, goes_on: bool) -> bytes:
@@ -187,7 +187,9 @@ def test_the_steps_of_a_failed_attempt_and_of_the_time_since_count_up_to_the_las
     assert earlier.steps_at(3, 11.0, most=9) == 4
     assert earlier.steps_at(3, 1000.0, most=9) == 9
     assert earlier.steps_at(4, 11.0, most=9) == 2, "the round of the failed attempt was decided meanwhile"
-    assert replace(earlier, step_s=0.0).steps_at(3, 1000.0, most=9) == 2, "no step was measured"
+    assert replace(earlier, step_s=0.0).steps_at(3, 1000.0, most=9) == 2, (
+        "without a measured step, the time since does not count"
+    )
 
 
 def test_work_of_a_part_of_a_phase_weighs_as_much_as_its_steps() -> None:
@@ -228,7 +230,7 @@ def test_before_the_first_seal_the_first_attempts_of_the_launch_are_expected_pro
     members = membership(MemoryStore())
     assert members.names(1, 0, "any")
     assert not members.names(1, 1, "any")
-    assert not members.names(2, 0, "any"), "a joiner"
+    assert not members.names(2, 0, "any"), "a rank that joined is not expected"
 
 
 # -- phases ------------------------------------------------------------------------------------------------------------
@@ -267,7 +269,7 @@ def test_a_head_start_counts_for_one_round() -> None:
 
 def test_the_runs_step_is_that_of_its_newest_entry_and_at_most_a_phase_more() -> None:
     phase = stepped(Phase(RoundPlan(steps_per_entry=10, total_steps=25), lambda: 0.0), 14)
-    assert phase.run_step == 10, "others may be in the midst of their phase still"
+    assert phase.run_step == 10, "the step of the run is that of the newest entry"
     phase.advance_after_catch_up(1, 0, 0.0)
     assert 10 <= phase.run_step <= 20
     phase.advance_in_phase(1, 0.0)

@@ -80,7 +80,9 @@ def test_ranks_that_never_came_cost_one_grace_and_a_late_rank_counts(came: set[i
     began_s = simulation.processes[0].here_s
     assert began_s is not None
     round_s = 1.05 * phase_s + phase_s / 20 + 3.0  # the steps, an upload, and the pauses between looks
-    assert seals[0][0] < began_s + round_s + grace_s, "the first round waits for those that were launched, once"
+    assert seals[0][0] < began_s + round_s + grace_s, (
+        "the first round waits one grace for launched ranks that never came"
+    )
     for (before_s, _), (created_s, seal) in pairwise(seals):
         assert created_s - before_s < round_s, f"{seal.replicas.keys()} waited for ranks that had never come"
     assert [set(seal.replicas) for created_s, seal in seals if created_s < late_s] == [came] * 3
@@ -97,7 +99,7 @@ def a_replica_whose_peers_vanished_continues_alone() -> None:
     simulation = ran(100, [never_back(0, 70), never_back(1, 70)], 2000, world_size=2, joiners=1, seed=3)
     alone = [created_s for created_s, seal in timed_seals(simulation) if seal.replicas.keys() == {2}]
     assert alone, "the joiner never decides"
-    assert alone[0] > 200, "it decides although the others may be in the midst of a phase"
+    assert alone[0] > 200, "the replica decides only after the longest wait for unseen replicas"
 
 
 def work_that_was_counted_is_known_when_its_contribution_is_gone() -> None:
@@ -134,7 +136,7 @@ def a_dead_replica_costs_the_others_one_grace_from_when_they_waited() -> None:
     created_s = simulation.store.created_s
     sent_s = [created_s[simulation.keys.contribution(entry, rank)] for rank in (0, 1, 3)]
     waited_s = created_s[simulation.keys.seal(entry)] - min(sent_s)
-    assert 29.0 < waited_s < 30 + 2.5, "it costs a grace and a pause between two looks"
+    assert 29.0 < waited_s < 30 + 2.5, "a dead replica costs one grace and one pause between two looks"
 
 
 def a_replica_that_leaves_out_of_phase_does_not_wait() -> None:
@@ -164,7 +166,7 @@ def a_quorum_that_cannot_be_reached_ends_a_replica_out_of_phase() -> None:
         simulation.run()
     ended_s = simulation.processes[2].ended_s
     assert ended_s is not None
-    assert ended_s > 28 + 230 + 600, "the bound of a lone replica, and then the time for a round"
+    assert ended_s > 28 + 230 + 600, "the wait is the bound of a lone replica and the time of a round"
 
 
 def three_of_ten_steps_tell_how_long_ten_take() -> None:
@@ -177,7 +179,7 @@ def three_of_ten_steps_tell_how_long_ten_take() -> None:
         phase.start_training_clock()
     assert phase.phase_s == pytest.approx(phase_s)
     phase.advance_in_phase(1, 0.0)
-    assert phase.phase_s == pytest.approx(phase_s), "what it knew last"
+    assert phase.phase_s == pytest.approx(phase_s), "the length of a phase is the one that the replica knew last"
 
 
 @pytest.mark.parametrize(
@@ -215,7 +217,7 @@ def test_a_returner_whose_predecessor_is_counted_keeps_its_own_work(die: tuple[i
     simulation.store.when_created(simulation.keys.contribution(1, 2), kill)
     simulation.run()
     again = next(process for process in simulation.processes[4:] if process.rank == 2)
-    assert simulation.seals()[1].replicas[2].nonce == "nonce2", "its predecessor is counted"
+    assert simulation.seals()[1].replicas[2].nonce == "nonce2", "the seal names the previous attempt"
     assert again.state.done > 0
     assert not again.state.dropped
 
@@ -226,7 +228,7 @@ def test_dropping_late_work_keeps_work_done_after_a_seal_has_named_one(monkeypat
     seals = simulation.seals()
     assert seals[0].replicas[4].weight == 0
     (_, work) = simulation.sealed_contribution(1, 4, seals[1])
-    assert work.sum() > 130, "a phase, and the steps before the seal that named it"
+    assert work.sum() > 130, "the dropped work is at most one phase and the steps before the seal"
 
 
 def test_a_newer_copy_ends_an_older_one_in_the_midst_of_its_phase() -> None:
@@ -236,7 +238,7 @@ def test_a_newer_copy_ends_an_older_one_in_the_midst_of_its_phase() -> None:
     older, newer = simulation.processes[4:6]
     assert newer.me == Identity(4, 4, 1, "nonce5")
     assert older.ended_s is not None
-    assert older.ended_s < 100 + 10 + 60, "a look every ten seconds, at the end of a step of fifty"
+    assert older.ended_s < 100 + 10 + 60, "the older copy ends within one look and one step"
     assert newer.ended_s is None
 
 

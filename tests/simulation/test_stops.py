@@ -41,7 +41,7 @@ def test_a_replica_that_comes_back_to_a_run_that_was_stopped_finds_it_ended(n_fr
     simulation.run()
     last = simulation.processes[-1]
     assert (last.rank, last.steps.ended_by, last.left_at) == (2, (0,), last.steps.n_entries)
-    assert last.state.done == 0, "it came when all others had ended, and has nothing left to do"
+    assert last.state.done == 0, "the replica came back after the end, so it makes no step"
 
 
 def end_by_the_own_wish(apply: Any, self: RoundRunner, entry: Any, seal: Seal, mean: Any) -> Any:

@@ -181,7 +181,7 @@ def train_while_the_other_waits(
         for _ in diloco.steps():
             if me.rank == 1 and me.attempt < len(fails_at) and diloco.inner_step == fails_at[me.attempt]:
                 sent = f"{me.run_id}/diloco/main/r{diloco.rounds}/contribution/0"
-                eventually(partial(exists, me.store, sent), "rank 0 has sent its work, and waits")
+                eventually(partial(exists, me.store, sent), "rank 0 has sent its work and waits for the round")
                 raise ValueError(f"boom at {diloco.inner_step}")
             model(torch.randn(8, 64)).square().mean().backward()
             optimizer.step()

@@ -253,7 +253,9 @@ def full_while_a_rank_dies(root: Path) -> None:
     args = {"folder": str(root)}
     run = launch(executor, entrypoint, 1, args=args, restarts="1", detach=True, rendezvous=str(root))
     former_wait = re.compile(r"the supervisor: waiting for .*, 1[2-9] s so far.*No space left on device")
-    eventually(lambda: former_wait.search(run.logs(rank=0)), "it waits longer than ten seconds", within_s=90)
+    eventually(
+        lambda: former_wait.search(run.logs(rank=0)), "the supervisor has waited for more than ten seconds", within_s=90
+    )
     (root / "junk").unlink()
     assert run.results() == [1]
 

@@ -136,7 +136,7 @@ def test_the_second_diloco_of_a_replica_does_not_replace_the_plan_of_the_first(r
         first.step()
         assert (replica.reported["total_steps"], replica.reported["round"]) == (80, 2)
     with DiLoCo(nn.Linear(1, 1), name="later", **options) as later:
-        assert "total_steps" not in replica.reported, "that of the first one, which is over"
+        assert "total_steps" not in replica.reported, "the first DiLoCo has ended, so its total is not reported"
         later.step()
         assert replica.reported["round"] == 1
 

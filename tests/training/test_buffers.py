@@ -223,7 +223,7 @@ def test_a_write_to_a_large_table_of_whole_numbers_is_kept() -> None:
         first[7] = 1
         assert new_buffers().keys() == {"packed"}
         first[7] = 0
-        assert not new_buffers(), "it is what it was at first"
+        assert not new_buffers(), "a buffer that has its first value again is not saved"
         model.packed = first + 1
         assert new_buffers().keys() == {"packed"}
         model.packed = first

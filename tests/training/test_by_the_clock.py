@@ -90,8 +90,8 @@ def test_the_weight_of_a_slow_replica_is_its_number_of_steps_and_all_end_with_on
         told = {entry: work for entry, work in end["works"].items() if entry in counted}
         assert told == {entry: counted[entry] for entry in told}
         if n_fragments == 1:
-            assert sum(counted.values()) == end["steps"], "each step is in one mean"
-    assert ends[2]["steps"] < ends[0]["steps"], "the slow one makes fewer"
+            assert sum(counted.values()) == end["steps"], "each step is in exactly one mean"
+    assert ends[2]["steps"] < ends[0]["steps"], "the slow replica makes fewer steps"
 
 
 def test_a_number_is_the_weight_of_a_step_and_a_callable_returns_the_whole_weight() -> None:
@@ -133,7 +133,7 @@ def test_a_replica_that_comes_back_counts_its_own_steps_on_and_continues_where_t
     leave(diloco)
     model, diloco, schedule = begun(where)
     assert diloco.rounds == 5
-    assert diloco.inner_step == 4, "as many as were kept with its newest record"
+    assert diloco.inner_step == 4, "the count continues from the newest record of the replica"
     assert 0.5 <= diloco.progress < 0.7
     state = diloco.state_dict()
     while diloco.progress < 1:
@@ -197,7 +197,7 @@ def test_a_round_is_due_at_the_first_step_after_its_time_since_the_last_mean() -
     assert [one.step(4.0).is_due for _ in range(2)] == [False, True]
     one.phase.advance_in_phase(1, one.now)
     one.now += 30.0
-    assert not one.phase.is_due, "not before a step was made"
+    assert not one.phase.is_due, "no round is due before a step was made"
     assert one.step(1.0).is_due
 
 
@@ -266,4 +266,4 @@ def test_a_slow_real_process_delays_no_other_and_a_killed_one_comes_back(tmp_pat
     assert ends[2]["steps"] < ends[0]["steps"]
     found = seals(view_of(run).store, run_id=run.run_id)
     whole = sum(seal.replicas[2].weight for seal in found if 2 in seal.replicas)
-    assert whole == ends[2]["steps"], "each step of the slow one is in one mean"
+    assert whole == ends[2]["steps"], "each step of the slow replica is in exactly one mean"

@@ -231,7 +231,7 @@ def test_a_checkpoint_with_an_outer_optimizer_stays_as_it_was() -> None:
         state = diloco.state_dict()
         taken = moment(state)
         train(2)
-        assert moment(state) == taken, "it is none of the optimizer's own tensors"
+        assert moment(state) == taken, "the checkpoint shares no tensor with the optimizer"
         diloco.load_state_dict(state)
         train(2)
-        assert moment(state) == taken, "nor are they its, once it was given back"
+        assert moment(state) == taken, "the checkpoint shares no tensor with the optimizer after it was loaded"

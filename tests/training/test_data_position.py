@@ -70,7 +70,7 @@ def test_a_replica_that_comes_back_continues_where_its_data_were(kind: str) -> N
     whole, store = train(MemoryStore(), 20), MemoryStore()
     assert len(set(whole)) == 20
     before, after = train(store, 7), train(store, 20)
-    assert before[:6] + after == whole, "what was seen after the last round, which nobody kept, is seen again"
+    assert before[:6] + after == whole, "data after the last round are read again, because that work was lost"
 
 
 def test_a_data_position_that_cannot_be_saved_is_named() -> None:

@@ -213,7 +213,7 @@ def test_all_members_of_a_restarted_replica_continue_with_their_states(kind: str
     assert owners == {"0", "0.1"}
     second = run_members(tmp_path, [2], body, attempt=1)
     for (rank, member), found in second.items():
-        assert found[:2] == (10, first[rank, member][1]), "the optimizer continues, and its states keep their types"
+        assert found[:2] == (10, first[rank, member][1]), "the optimizer continues, and its states have the same types"
         generator = torch.Generator().manual_seed(member)
         draws = [float(torch.rand(1, generator=generator)) for _ in range(10)]
         assert found[2] == draws[-1], "each member has its own random numbers"

@@ -71,7 +71,9 @@ def test_a_late_replica_is_in_phase_again_and_loses_nothing(is_far: bool) -> Non
                     diloco.step()
                 early_done.set()
                 keys = Keys(where["run_id"], "main")
-                eventually(lambda: exists(where["store"], keys.contribution(3, 1)), "the late one has sent its work")
+                eventually(
+                    lambda: exists(where["store"], keys.contribution(3, 1)), "the late replica has sent its work"
+                )
             report = diloco.step()  # together: the mean of 0 and 4
             assert report is not None
             assert report.ranks == (0, 1)
@@ -93,7 +95,7 @@ def trained(where: Mapping[str, Any], steps: int, **options: Any) -> tuple[int, 
                     parameter.add_(torch.randn(parameter.shape, generator=own))
             diloco.step()
         assert diloco.inner_step == steps
-        assert diloco.sync() == [], "behind the last planned round there is none"
+        assert diloco.sync() == [], "sync() runs no round after the last planned one"
         return diloco.rounds, diloco.anchor(), model
 
 
@@ -134,7 +136,7 @@ def test_training_without_a_single_round_fails_and_reports_the_reason() -> None:
     for message in run_replicas(2, body):
         assert message.startswith("400 steps and no round: inner_steps is 500, ")
     with pytest.warns(UserWarning, match="400 steps and no round"):
-        assert run_replicas(1, body) == [""], "alone there is nobody to average with"
+        assert run_replicas(1, body) == [""], "a single replica without a round does not fail"
 
 
 def test_training_without_a_round_is_fine_where_it_is_asked_for_and_where_nothing_was_trained() -> None:

@@ -72,8 +72,8 @@ def test_the_trainer_of_transformers_trains_the_longer_run_with_a_schedule_for_i
     assert (second.state.global_step, second.state.max_steps, ours.diloco.rounds) == (LONGER, LONGER, LONGER // INNER)
     assert len(second.model.seen) == 2 * (LONGER - FIRST)
     assert len(rates) == LONGER - FIRST
-    assert rates[0] == 0.0, "the optimizer comes back with the rate of its last step"
-    assert 0.0 < rates[-1] < rates[1] < 0.05, "the cosine of 40 steps, from its 24th on"
+    assert rates[0] == 0.0, "the optimizer continues with the rate of its last step"
+    assert 0.0 < rates[-1] < rates[1] < 0.05, "the rates follow the cosine of 40 steps, from step 24"
     anchor = ours.diloco.anchor()
     assert all(torch.equal(second.model.get_parameter(name), values) for name, values in anchor.items())
 

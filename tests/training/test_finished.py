@@ -74,9 +74,9 @@ def test_of_several_dilocos_the_last_one_decides(replica: Replica) -> None:
     train(*first, 2)
     train(*second, 4)
     train(*first, 2)
-    assert not page.is_finished, "the first one has no end, and is open"
+    assert not page.is_finished, "the first DiLoCo has no planned end, and is open"
     first[1].close()
-    assert page.is_finished, "the second one has made its planned steps"
+    assert page.is_finished, "the second DiLoCo has made its planned steps"
     second[1].close()
     assert page.is_finished
 
@@ -87,10 +87,10 @@ def test_the_planned_end_is_the_end_even_if_close_comes_later(replica: Replica) 
     train(model, diloco, 3)
     assert not page.is_finished
     train(model, diloco, 1)
-    assert page.is_finished, "a final evaluation may follow, and close() after it"
+    assert page.is_finished, "the run is finished before close(), because an evaluation may follow"
     with pytest.warns(UserWarning, match="after the end of the run"):
         train(model, diloco, 1)
-    assert page.is_finished, "steps behind the end belong to no round"
+    assert page.is_finished, "steps after the planned end belong to no round"
     diloco.close()
 
 

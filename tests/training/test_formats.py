@@ -106,7 +106,9 @@ def test_every_object_of_a_run_is_read_and_every_mean_and_anchor_computed_again(
     assert "1.num_batches_tracked" in kept[0]
     assert all("1.running_mean" in names for entry, names in kept.items() if entry)
     others = {key for key in objects.keys() - run.read - records if not key.startswith("bye/")}
-    assert all(key.startswith("part/0/") for key in others), "only first states that were not chosen are not read"
+    assert all(key.startswith("part/0/") for key in others), (
+        "the decoder reads every object but the first states that were not chosen"
+    )
 
 
 def test_states_and_snapshots_of_an_outer_optimizer_of_the_users_are_read_by_the_adr(tmp_path: Path) -> None:

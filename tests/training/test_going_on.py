@@ -85,7 +85,7 @@ def test_the_new_run_begins_with_the_anchor_momentum_and_attached_state_of_the_s
         store.delete(entry.key)  # not needed any more
 
     back = Training(store, "new", attempt=1)
-    assert back.diloco.rounds == 10, "before its first own snapshot"
+    assert back.diloco.rounds == 10, "the replica died before the first snapshot of the new run"
     back.train_until(16).die()
     again = Training(store, "new", attempt=2)
     assert again.diloco.rounds == 16
@@ -93,7 +93,7 @@ def test_the_new_run_begins_with_the_anchor_momentum_and_attached_state_of_the_s
     assert again.diloco.inner_step == 80
     again.diloco.close()
     assert not [entry.key for entry in store.list("new/diloco/main/part/0/")], (
-        "the first state is collected like any other"
+        "the first state is deleted like any other snapshot"
     )
 
 
@@ -134,7 +134,7 @@ class Keeping(MemoryStore):
 
 
 def test_a_run_that_continues_from_a_snapshot_is_read_by_the_decoder() -> None:
-    store = Keeping("going on, to be read")
+    store = Keeping("state to be read")
     Training(store, "old").train_until(11).die()
     new = Training(store, "new", continues="old").train_until(15)
     anchor = new.diloco.anchor()

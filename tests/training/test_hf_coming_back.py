@@ -65,7 +65,9 @@ def test_a_replica_that_comes_back_has_its_optimizer_schedule_data_and_step(
     ]
     assert logged[0][-len(logged[1]) :] == logged[1]
     own = [row["loss"] for row in back.state.log_history if "loss" in row]
-    assert back.state.log_history[-1]["train_loss"] == pytest.approx(sum(own) / len(own)), "of its own steps"
+    assert back.state.log_history[-1]["train_loss"] == pytest.approx(sum(own) / len(own)), (
+        "the average loss counts only the replica's own steps"
+    )
     for name, values in calm.model.state_dict().items():
         assert torch.equal(back.model.state_dict()[name], values), name
 
@@ -115,7 +117,9 @@ def test_a_replica_of_a_run_that_began_from_a_checkpoint_comes_back(tmp_path: Pa
     assert (back.state.global_step, back.ours.diloco.rounds) == (steps, 16 // INNER)
     assert back.optimizer.state_dict()["state"][0]["step"] == steps
     assert back.lr_scheduler.last_epoch == steps
-    assert died.model.seen[: 8 * 2] + back.model.seen == calm.model.seen, "it goes on where its second round was"
+    assert died.model.seen[: 8 * 2] + back.model.seen == calm.model.seen, (
+        "the replica continues with the data after its second round"
+    )
 
 
 def test_after_a_notice_the_schedule_continues_once_the_run_is_where_it_was(tmp_path: Path) -> None:

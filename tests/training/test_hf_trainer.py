@@ -43,7 +43,7 @@ def test_a_round_counts_updates_and_the_model_that_is_evaluated_and_saved_at_it_
     one = trainer(tmp_path, MemoryStore(), **more, save_strategy="steps", save_steps=INNER)
     one.train()
     assert one.ours.diloco.rounds == STEPS // INNER
-    assert one.watch.evaluated == list(range(INNER, STEPS + 1, INNER)), "between two rounds it is the replica's own"
+    assert one.watch.evaluated == list(range(INNER, STEPS + 1, INNER)), "the trainer evaluates only right after a round"
     assert is_anchor(one.model, one.ours.diloco)
     from safetensors.torch import load_file
 
@@ -146,7 +146,7 @@ def test_the_best_model_stays_where_training_ends_early_with_a_round_on_its_way(
     one.add_callback(transformers.EarlyStoppingCallback(1))
     one.train()
     assert (one.state.best_global_step, one.state.global_step) == (5, 16)
-    assert one.ours.diloco.rounds == 4, "the third was sent before the wish to stop, which goes with the fourth"
+    assert one.ours.diloco.rounds == 4, "the request to stop travels with the fourth round"
     from safetensors.torch import load_file
 
     for name, values in load_file(tmp_path / "checkpoint-5/model.safetensors").items():
@@ -172,7 +172,7 @@ def test_a_trainer_that_wants_to_stop_asks_the_run_once_and_trains_until_the_run
         one.add_callback(one.pop_callback(DiLoCoCallback))
     one.train()
     assert (asked, one.state.global_step) == ([5], STEPS)
-    assert type(one.control) is transformers.TrainerControl, "the trainer's own again"
+    assert type(one.control) is transformers.TrainerControl, "the control of the trainer has its own class again"
 
 
 def test_progress_of_a_run_from_a_checkpoint_counts_the_trainers_steps(tmp_path: Path) -> None:
@@ -280,4 +280,4 @@ def test_a_long_evaluation_is_progress(tmp_path: Path) -> None:
     set_current_replica(Replica(0, 1, "another", 0, "memory://hf", page=page))
     asked = arguments(tmp_path, per_device_eval_batch_size=1)
     transformers.Trainer(Model(), asked, eval_dataset=ITEMS[:4], callbacks=[DiLoCoCallback()]).evaluate()
-    assert page.progress_marks >= 4, "one for each batch"
+    assert page.progress_marks >= 4, "each evaluated batch is a mark of progress"

@@ -63,7 +63,7 @@ def test_each_step_is_a_mark_and_a_round_that_counts_its_work_is_kept() -> None:
     training.diloco._close(in_order=False)
     again = Training(store, attempt=1)
     assert (again.diloco.rounds, again.page.progress_marks, again.page.saved_marks) == (2, 0, 0), (
-        "to catch up is nothing of its own"
+        "rounds that were only caught up with are no marks"
     )
     again.diloco._close(in_order=False)
 

@@ -172,7 +172,7 @@ def test_one_cycle_ends_after_a_notice(tmp_path: Path, monkeypatch: pytest.Monke
             _, back, trainer = fit(None, plain_loader(), folder=tmp_path)
     assert trainer.global_step == STEPS
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == STEPS
-    assert list(back.rates) == list(range(12, STEPS)), "from the last round on"
+    assert list(back.rates) == list(range(12, STEPS)), "the rates continue from the last round"
 
 
 class Warned(lightning.Callback):  # type: ignore[misc, name-defined]
@@ -282,7 +282,9 @@ def test_a_trainer_that_wants_to_stop_asks_the_run_once_and_trains_until_the_run
     monkeypatch.setattr(Module, "val_dataloader", lambda self: [torch.tensor([0.0])])
     more: dict[str, Any] = {"val_check_interval": 5, "num_sanity_val_steps": 0, "min_steps": least}
     _, _, trainer = fit(MemoryStore(), plain_loader(), folder=tmp_path, also=[Stops()], **more)
-    assert asked == [6 if least is None else least], "the step after the validation, not before min_steps"
+    assert asked == [6 if least is None else least], (
+        "training ends at the step after the validation, and not before min_steps"
+    )
     assert trainer.global_step == STEPS
     assert trainer.fit_loop.epoch_loop.min_steps == least
 
@@ -313,7 +315,7 @@ def test_ranks_that_start_together_log_to_folders_of_their_own(tmp_path: Path, k
         folders.append(Path(trainer.log_dir).relative_to(tmp_path))
         assert any((tmp_path / folders[-1]).iterdir())
     assert folders == [Path(f"{rank}/lightning_logs/version_0") for rank in (0, 1)]
-    assert not (tmp_path / "lightning_logs").exists(), "what Lightning made first is removed"
+    assert not (tmp_path / "lightning_logs").exists(), "the folder that Lightning made first is removed"
 
 
 def test_an_attempt_after_another_keeps_the_logs_of_the_first(tmp_path: Path) -> None:
@@ -389,7 +391,7 @@ def test_an_average_of_the_weights_is_averaged_over_the_replicas_and_is_the_mode
         return module.linear.weight.detach().clone(), weights, ours.diloco.anchor()["linear.weight"]
 
     (first, average, anchor), (second, _, _) = run_replicas(2, body)
-    assert torch.equal(first, second), "all replicas end with one average"
+    assert torch.equal(first, second), "all replicas end with the same average"
     assert torch.equal(first, average)
     assert not torch.equal(first, anchor)
 

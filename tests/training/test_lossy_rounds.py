@@ -159,7 +159,7 @@ def test_the_rounding_error_of_a_wire_is_the_same_with_and_without_held_work(wir
                 bits += [value.float().numpy().tobytes() for value in model.state_dict().values()]
             diloco.sync()
             held = [shadow._memory is not None for shadow in diloco._model_state._held]
-            assert not any(held), "memory of a model is kept though nothing is on its way"
+            assert not any(held), "memory for held work is kept although no work is in flight"
         return numbers, bits
 
     ways = [run_replicas(2, partial(trained, background=background)) for background in (False, True)]
@@ -208,7 +208,7 @@ def test_the_process_that_interrupts_a_step_finds_each_live_value_before_or_afte
             yield first, values
 
     (before, after), (_, half) = trained(stopped=False), trained(stopped=True)
-    assert (before != after).all(), "this test sees nothing"
+    assert (before != after).all(), "the step changed no value, so nothing was tested"
     assert torch.equal(half[0, :600], after[0, :600])
     assert torch.equal(half[0, 600:], before[0, 600:])
 

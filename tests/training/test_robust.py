@@ -184,7 +184,7 @@ def test_a_replica_with_a_silent_factor_of_100_harms_no_other(
     assert all(report.clipped == () for report in plain[0][1])
     assert float(plain[0][0].norm()) > 20 * float(clipped[0][0].norm())
     warnings = [record.getMessage() for record in caplog.records if "scaled down" in record.message]
-    assert len(warnings) == 2, "one warning at the first round, and one after three in a row"
+    assert len(warnings) == 2, "the replica warns at the first round and after three in a row"
     assert all(warning.startswith("rank 1: ") for warning in warnings)
 
 

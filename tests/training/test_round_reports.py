@@ -109,4 +109,6 @@ def test_a_replica_records_each_entry_and_the_work_that_no_round_counted(monkeyp
     assert [row.weight for row in rounds] == [2, 4, 3, 1]
     assert [row.left_with for row in rows if isinstance(row, Left)] == [1.0]
     numbers = [numbers for _, numbers in replica.recorder._reported]
-    assert numbers == [{"step": n} for n in range(5)], "those of DiLoCo are for the table alone"
+    assert numbers == [{"step": n} for n in range(5)], (
+        "the numbers of DiLoCo are only in the table, and not in the measurements"
+    )

@@ -49,14 +49,14 @@ def test_ranks_that_send_the_same_three_rounds_in_a_row_end_and_the_others_conti
 ) -> None:
     first, second, third = train([[1.0] * 5, [2.0] * 5, [1.0] * 5], limits=limits)
     assert first == third
-    assert first[0] == [(0, 2)] * 2, "the third round ended them"
+    assert first[0] == [(0, 2)] * 2, "the two ranks ended at the third round"
     assert second == ([()] * 5, "")
     assert first[1] == (
         "Ranks 0 and 2 sent identical contributions 3 rounds in a row, up to round 3: they train on the same data. "
         "Give each replica its own: replica.shard(dataset), or a seed that depends on current_replica().rank. "
         'If it is intended, pass same_data="allow".'
     )
-    assert len(f"diloco.errors.DuplicateWorkError: {first[1]}") < MAX_CHARACTERS, "a table shows no more of it"
+    assert len(f"diloco.errors.DuplicateWorkError: {first[1]}") < MAX_CHARACTERS, "the whole message fits into a table"
     warnings = sorted(record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     said = "Ranks 0 and 2 sent identical contributions in round 1: they train on the same data."
     assert [warning.partition(" Give")[0] for warning in warnings] == [f"rank {rank}: {said}" for rank in (0, 2)]
@@ -91,7 +91,7 @@ def test_bf16_replicas_whose_learning_rate_is_0_get_no_warning_about_their_data(
     """The anchor has digits that bf16 cannot hold. This difference is equal in all replicas, and is not work."""
     steps = [[0.1] + [0.0] * 5, [0.3] + [0.0] * 5]
     for same, error in train(steps, torch.bfloat16, outer_lr=0.3):
-        assert (0, 1) in same, "there is something to be wrong about"
+        assert (0, 1) in same, "the replicas have different data, so a false alarm is possible"
         assert not error
     assert not [record for record in caplog.records if "train on the same data" in record.getMessage()]
     for _, error in train([[0.1] * 5] * 2, torch.bfloat16, outer_lr=0.3):

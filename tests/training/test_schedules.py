@@ -167,7 +167,7 @@ def test_an_object_that_does_not_follow_is_named_once_with_the_steps_that_it_lag
     back = Replica(place(run_that_went_on("cosine", follow=False)), "cosine", follow=False)
     lines = [line for line in caplog.messages if line.startswith("rank 0")]
     kept = back.schedule.last_epoch
-    assert kept in (16, 20), "it was kept with one of the last two rounds"
+    assert kept in (16, 20), "the schedule was saved with one of the last two rounds"
     assert lines == [f"rank 0: DiLoCo 'main' continued at step 60, with attached state from step {kept}"]
     back.diloco._attached.follow(100, back.diloco._training_side.phase.n_steps + 4)  # the run continued once more
     assert caplog.messages[-1] == (

@@ -94,7 +94,7 @@ def test_a_quarter_of_the_kept_rest_is_in_the_live_parameters_and_a_tenth_is_giv
         torch.testing.assert_close(model.weight.detach() - anchor, 0.25 * kept)
         torch.testing.assert_close(-rest_of(diloco), 0.75 * kept[0])
         assert report.wire_error == pytest.approx(float((move - anchor).norm() / move.norm()), rel=1e-5)
-        assert report.wire_error == pytest.approx(0.8, abs=0.05), "most work is not sent, and that is no fault"
+        assert report.wire_error == pytest.approx(0.8, abs=0.05), "most work is not sent at once, which is not an error"
 
 
 def test_a_wire_that_sends_every_value_needs_no_memory_for_a_rest() -> None:
@@ -240,7 +240,9 @@ def test_a_checkpoint_has_the_rest() -> None:
         other.load_state_dict(weights)
         again.load_state_dict(checkpoint if has_rest else {k: v for k, v in checkpoint.items() if k != "rest"})
         assert torch.equal(again._model_state.progress()[0], work) == has_rest
-        assert bool(rest_of(again).any()) == has_rest, "a checkpoint without a rest gives up the rest of this process"
+        assert bool(rest_of(again).any()) == has_rest, (
+            "after a load, the process has a rest exactly if the checkpoint has one"
+        )
         leave(again)
 
 

@@ -435,13 +435,13 @@ def test_a_step_of_another_models_optimizer_with_layers_of_the_same_shape_moves_
         optimizer.step()
     stale.check()
     for number in range(STRIKES):
-        assert stale._test is None, "one step may undo a round because the loss asks for it"
+        assert stale._test is None, "one step that undoes a round is not a suspicion"
         stale.before_merge()
         nudge(generator, 0.5)
         stale.after_merge(f"round {number + 1}")
         nudge(generator, -0.5)
         stale.check()
-    assert stale._test is not None, "several in a row are tested in the next step"
+    assert stale._test is not None, "several such steps in a row cause a test in the next step"
     loss = generator(generator(torch.ones(1, 64))).sum()
     optimizers[0].step()
     loss.backward()

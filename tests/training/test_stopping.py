@@ -43,7 +43,7 @@ def test_all_replicas_end_after_the_same_round_with_one_model(case: str) -> None
             if where["rank"] == 1 and diloco.inner_step >= 9:
                 diloco.stop()
             diloco.step()
-            assert diloco.rounds < 100, "nobody has stopped"
+            assert diloco.rounds < 100, "no replica has stopped the run"
         diloco.close()
         values = [float(value) for p in model.parameters() for value in p.detach().flatten()]
         return diloco.rounds, values, [float(v) for t in diloco.anchor().values() for v in t.flatten()]
@@ -72,7 +72,7 @@ def test_a_run_that_was_stopped_has_ended_for_the_process_that_comes_back_to_it(
         next_process()
         with DiLoCo(model := nn.Linear(2, 1), **options, **where) as second:
             assert second.is_over
-            assert list(second.steps()) == [5], "the last pass again, for the code after the loop"
+            assert list(second.steps()) == [5], "the loop makes the last pass again, for the code after it"
         assert torch.equal(model.weight.detach(), anchor["weight"])
         next_process()
 

@@ -31,7 +31,7 @@ def test_an_example_survives_a_kill_and_is_as_good(
     args = {**args, "output_dir": str(tmp_path)} if needs == "transformers" else args
     calm, killed = calm_and_killed(f"{EXAMPLES / example}:main", args, round=9)
     for results in (calm, killed):
-        assert results[0]["model"] == results[1]["model"], "all end with one model, bit for bit"
+        assert results[0]["model"] == results[1]["model"], "all replicas end with the same model, bit for bit"
         assert results[0]["loss"] < 0.6 * results[0]["loss_before"]
     assert killed[0]["loss"] == pytest.approx(calm[0]["loss"], rel=0.01)
 
@@ -39,7 +39,7 @@ def test_an_example_survives_a_kill_and_is_as_good(
 def test_at_sigterm_the_trainer_saves_its_checkpoint_and_the_replica_ends(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     run = launch(LOCAL, train_for_ever, 1, args={"folder": str(tmp_path)})
-    eventually(partial(has_reported, run, 0, 0), "it trains", within_s=STARTS_WITHIN_S)
+    eventually(partial(has_reported, run, 0, 0), "the replica trains", within_s=STARTS_WITHIN_S)
     run.cancel()
     assert run.status().status == "cancelled"
     (checkpoint,) = tmp_path.glob("checkpoint-*")
@@ -54,5 +54,5 @@ def test_a_training_that_one_replica_stops_ends_at_one_round_with_one_model(
     pytest.importorskip(needs)
     args = {"trainer": trainer, "folder": str(tmp_path)}
     results = launch(LOCAL, stop_early, 2, args=args, timeout=300).results()
-    assert results[0] == results[1], "the same step, round and model"
+    assert results[0] == results[1], "both replicas end at the same step and round, with the same model"
     assert 20 <= results[0]["step"] < 2000

@@ -122,7 +122,7 @@ def test_two_replicas_of_two_processes_end_with_one_model_in_the_trainer_of_tran
     assert {result["step"] for result in found.values()} == {STEPS}
     for rank in (0, 1):
         one, other = (set(found[rank, member]["seen"][:PER_EPOCH]) for member in (0, 1))
-        assert (len(one | other), one & other) == (2 * PER_EPOCH, set()), "each item is trained on once in an epoch"
+        assert (len(one | other), one & other) == (2 * PER_EPOCH, set()), "each item is used once in an epoch"
         assert found[rank, 0]["rates"] == found[rank, 1]["rates"]
         assert (tmp_path / f"out/{rank}").is_dir()
 
@@ -149,7 +149,7 @@ def test_a_killed_replica_of_two_processes_continues_the_trainer_with_its_schedu
         before, after = first[place], second[place]
         assert after["step"] == STEPS
         assert after["rates"] == whole_training["rates"][before["step"] :]
-        assert before["seen"] + after["seen"] == whole_training["seen"], "no item twice, and none left out"
+        assert before["seen"] + after["seen"] == whole_training["seen"], "each item is used exactly once"
 
 
 def test_the_processes_of_a_trainer_that_are_not_those_of_the_replica_are_refused(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_resumed_replica_makes_only_the_remaining_steps() -> None:
     with DiLoCo(nn.Linear(1, 1), inner_steps=2, total_steps=6, snapshot_every=1, **PLAIN, **place(store)) as third:
         assert third.is_over
         assert list(third.steps()) == [5]
-        assert list(third.steps()) == [], "once in a process"
+        assert list(third.steps()) == [], "the last pass is made only once in a process"
 
 
 @pytest.mark.parametrize("calls_step", [True, False])

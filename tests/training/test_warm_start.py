@@ -85,11 +85,11 @@ def test_it_begins_with_the_newest_anchor_and_momentum_at_its_own_step_0() -> No
     assert all(torch.equal(values, anchor[name]) for name, values in other.state_dict().items())
     for outer, before in zip(new._model_state.anchor.outer, momentum, strict=True):
         assert torch.equal(outer.state_dict()["momentum"], before)
-    assert new._settings.warmup == 0, "a ramp would take the momentum out in the first round"
+    assert new._settings.warmup == 0, "there is no ramp, because it would remove the momentum in the first round"
     train(new, other, 8).close()
     assert new.is_over
     assert read_model(ModelSource(store=store, run_id="new")).step == 8
-    assert read_model(ModelSource(store=store, run_id="old")).step == 14, "nothing of the old run was changed"
+    assert read_model(ModelSource(store=store, run_id="old")).step == 14, "the old run was not changed"
 
 
 def test_fragments_wires_and_settings_are_the_new_runs_own() -> None:

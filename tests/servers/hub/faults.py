@@ -83,7 +83,7 @@ class Faults:
 
     def add(self, route: str, fault: Fault) -> None:
         assert route in ROUTES, f"no route is named {route!r}; there are {', '.join(ROUTES)}"
-        assert route == "logs" or fault.after_lines is None, "only a log is a stream"
+        assert route == "logs" or fault.after_lines is None, "`after_lines` is only for the route of logs"
         with self._lock:
             self._waiting.setdefault(route, []).append(fault)
 

@@ -92,7 +92,7 @@ def test_a_command_that_does_not_exist_cannot_be_started(tmp_path: Path) -> None
         IsolatedProcess(["no-such-command"], container_environment(shared_python(), tmp_path), tmp_path)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says which processes live in a directory")
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux can a test find the processes of a directory")
 def test_a_command_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "launcher.py"
     script.write_text(f"""

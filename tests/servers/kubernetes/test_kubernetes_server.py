@@ -232,5 +232,5 @@ def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asker]:
 def test_a_real_server_answers_as_the_table_says(live: Asker, row: Row) -> None:
     leaves_secret = any("secret" in earlier for earlier in row.get("before", ()))
     if leaves_secret and not LiveCluster(KubernetesJobs()).may("delete", "secrets"):
-        pytest.skip("this account may not delete secrets: the row would leave one")
+        pytest.skip("this account may not delete secrets, so the row would leave a secret")
     check(row, live)

@@ -84,8 +84,12 @@ def hide() -> None:
     import uuid
     import webbrowser
 
-    assert all((asyncio, ctypes.util, multiprocessing, selectors, shutil)), "imported for what they choose"
-    assert all((ssl, subprocess, urllib.request, uuid, webbrowser)), "imported for what they choose"
+    assert all((asyncio, ctypes.util, multiprocessing, selectors, shutil)), (
+        "these modules are imported so that they choose their implementation"
+    )
+    assert all((ssl, subprocess, urllib.request, uuid, webbrowser)), (
+        "these modules are imported so that they choose their implementation"
+    )
     try:
         # psutil reads another /proc here. On a Mac it asks the kernel, and the answers are the same.
         import psutil

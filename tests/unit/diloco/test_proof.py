@@ -259,7 +259,7 @@ def test_the_added_bytes_are_the_proven_bytes_although_their_file_changes(wire: 
     honest, mean = bytes(file), bytearray(FP32.size(n))
     blocks = BlockFormat(n, n, wire, FP32, Meddling(file))
     weighted_mean([ShardInput(0, 1.0, memoryview(file), (SIGNED.digest(honest),))], memoryview(mean), blocks)
-    assert bytes(file) == bytes(len(file)), "this test sees nothing"
+    assert bytes(file) == bytes(len(file)), "the file did not change, so nothing was tested"
     again = bytearray(FP32.size(n))
     weighted_mean(
         [ShardInput(0, 1.0, memoryview(honest), (SIGNED.digest(honest),))],

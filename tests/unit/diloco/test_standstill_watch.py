@@ -56,7 +56,7 @@ def test_a_round_that_waits_for_a_living_replica_as_well_does_not_stand_still(sc
 
 def test_a_seal_without_the_key_holds_a_round_up_whatever_else_is_there(scene: Scene) -> None:
     scene.forge(KEYS.seal(11))
-    assert scene.look(4.0) == [], "a short wait is not worth a word"
+    assert scene.look(4.0) == [], "a short wait causes no warning"
     assert scene.look(6.0) == [Standstill(12, KEYS.seal(11))]
 
 

@@ -183,7 +183,9 @@ def test_zeros_and_tiny_values_become_zero() -> None:
             assert not decoded(wire, encoded(wire, of), 600).any()
     tiny = np.full(600, 1e-38, np.float32)
     for name in ("int8", "int4"):
-        assert not decoded(WIRES[name], encoded(WIRES[name], tiny), 600).any(), "no product may be subnormal"
+        assert not decoded(WIRES[name], encoded(WIRES[name], tiny), 600).any(), (
+            "tiny values are decoded as zero, so that no product is subnormal"
+        )
         least = np.full(600, 2.0**-100, np.float32)
         assert decoded(WIRES[name], encoded(WIRES[name], least), 600) == pytest.approx(least, rel=1e-6)
     assert decoded(WIRES["bf16"], encoded(WIRES["bf16"], tiny), 600) == pytest.approx(tiny, rel=2**-8)

@@ -175,7 +175,7 @@ def test_a_tree_that_is_always_runnable_is_active_although_its_counters_do_not_c
     samples = [sample_at(at, runnable=frozenset([7])) for at in range(0, 12, 2)]
     assert usage_between(samples).is_active
     samples[2:4] = [sample_at(4), sample_at(6)]
-    assert not usage_between(samples).is_active, "now and then every process is runnable"
+    assert not usage_between(samples).is_active, "a process that is runnable in a few samples is not active"
 
 
 @pytest.mark.parametrize(("turn_s", "is_active"), [(0.00002, False), (0.003, True)])

@@ -134,7 +134,9 @@ def test_the_workspace_is_not_searched_for_names_of_reserved_modules(cloud: Clou
     assert ended(cloud.start(spec)) == (0, "", "")
     name, level, paths = outcome_of(spec).result
     assert (name, level) == ("mine", 20)
-    assert [Path(path).name for path in paths.split(":")] == ["packages", "workspace"], "for Pythons of the user"
+    assert [Path(path).name for path in paths.split(":")] == ["packages", "workspace"], (
+        "PYTHONPATH names the workspace for Python processes of the user"
+    )
 
 
 def test_the_command_is_short_carries_no_secret_and_is_the_same_for_every_run() -> None:
@@ -167,7 +169,7 @@ def refusal(cloud: Cloud, spec: RunSpec, within: Sequence[str] = ()) -> str:
     """Return the one line that a replica prints if it cannot start, and check that no code from the bucket has run."""
     code, out, err = ended(cloud.start(spec, within=within))
     assert (code, out) == (CANNOT_START, "")
-    assert not list(cloud.folder.glob("*/*")), "nor is anything left"
+    assert not list(cloud.folder.glob("*/*")), "a refused bootstrap leaves no file"
     assert not open_store(spec.store_url).put_if_absent(f"{spec.run_id}/run.json", b"")
     assert err.count("\n") == 1
     assert err.startswith("replicas: replica 0 of run otter cannot start: ")
@@ -352,7 +354,7 @@ def test_uv_installs_where_it_is_available_and_pip_where_it_cannot(cloud: Cloud,
     code, _, err = ended(cloud.start(again, environ=fake_uv(tmp_path / "broken", installs=False)))
     lines = ["error: no such wheel", "replicas: uv could not install this; pip tries"]
     assert (code, err.splitlines()[1:]) == (0, lines)
-    assert "--quiet" not in arguments, "else uv does not say what it downloads"
+    assert "--quiet" not in arguments, "uv runs without --quiet, so that it prints its downloads"
 
 
 def test_a_later_version_of_a_dependency_in_the_image_is_kept_and_reported(
@@ -394,7 +396,10 @@ def test_a_replica_that_installs_reports_that_in_the_store_and_can_be_ended(
     process = cloud.start(spec, environ={"PATH": path, "PIP_CONFIG_FILE": os.devnull})
     attempt = Attempt(open_store(shared), "otter", 0, 0)
     torch, triton = int(502.2 * 2**20), int(1.5 * 2**30)
-    eventually(lambda: noted() == ("nowhere-to-be-found", torch, torch + triton), "it says how far it is")
+    eventually(
+        lambda: noted() == ("nowhere-to-be-found", torch, torch + triton),
+        "boot.json has the progress of the installation",
+    )
     process.terminate()
     code, _, err = ended(process)
     assert (code, err) == (143, "replicas: installing nowhere-to-be-found==1.0\n")

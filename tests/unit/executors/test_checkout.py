@@ -55,7 +55,9 @@ def test_a_git_that_takes_long_is_not_waited_for_and_leaves_no_process(
     pids.touch()
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with closing(GitQuery(tmp_path)) as look:
-        eventually(lambda: [state_of(pid) for pid in pids.read_text().split()].count("Z") == 2, "two have answered")
+        eventually(
+            lambda: [state_of(pid) for pid in pids.read_text().split()].count("Z") == 2, "both git processes have ended"
+        )
         assert look.result() == Checkout("abc", None)
     for pid in pids.read_text().split():
         with pytest.raises(ProcessLookupError):

@@ -87,9 +87,13 @@ def show(script: Callable[[], RunStatus], clock: Clock, timeout_s: float | None 
 def test_a_failure_before_the_first_round_is_one_while_others_continue() -> None:
     assert state(replica(0), replica(1, FAILED, "no"), replica(2, FAILED, "no")).failed_early == [1, 2]
     assert state(replica(0, round=1), replica(1, FAILED, "no")).failed_early == []
-    assert state(replica(0, SUCCEEDED), replica(1, FAILED, "no")).failed_early == [], "it is over"
+    assert state(replica(0, SUCCEEDED), replica(1, FAILED, "no")).failed_early == [], (
+        "a run that has ended has no early failure"
+    )
     fenced = ReplicaState(1, 0, FAILED, Outcome(1, 0, FAILED, "fenced"))
-    assert state(replica(0), fenced).failed_early == [], "a newer attempt of the rank goes on"
+    assert state(replica(0), fenced).failed_early == [], (
+        "a fenced attempt is not a failure, because a newer one continues"
+    )
 
 
 def test_a_failure_before_the_first_round_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -369,7 +373,7 @@ def test_failures_before_a_pause_between_two_waits_do_not_count_towards_the_limi
     observer.error = error
     assert not waiter.wait(None, 0, None)
     clock.sleep(2 * limit_s)  # the script works on the results that have arrived
-    assert not waiter.wait(None, 0, None), "it is another failure"
+    assert not waiter.wait(None, 0, None), "a new failure begins a new pause"
     n_looks = int(limit_s / 10) - 1
     for _ in range(n_looks):  # a script with many short waits reads the state all the time
         clock.sleep(10)

@@ -81,7 +81,7 @@ def test_the_help_of_launch_has_panels_and_begins_with_the_six_options_of_a_firs
     assert [*panels] == ["Arguments", *PANELS]
     assert panels["Run"][:6] == ["--n", "--backend", "--rendezvous", "--gpu", "--arg", "--run-id"]
     n_options = sum(option.param_type_name == "option" for option in VERBS["launch"].params)
-    assert sum(map(len, panels.values())) == n_options + 1, "and --help"
+    assert sum(map(len, panels.values())) == n_options + 1, "the panels have each option once, and --help"
     assert {option.panel for option in OPTIONS.values()} <= {*PANELS}
 
 

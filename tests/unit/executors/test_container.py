@@ -130,7 +130,7 @@ def test_a_supervisor_whose_directory_cannot_be_looked_at_keeps_its_rank(
     supervisor._check_store()
     beat = attempt.beat()
     assert beat is not None
-    assert beat.at > 1.0, "nobody said that its run was deleted"
+    assert beat.at > 1.0, "the supervisor keeps its rank, because the run is not known to be deleted"
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_a_supervisor_receives_a_notice_while_it_reads_a_long_log(
         if not turns:
             raise TimeoutError
         n_read.append(supervisor._session.n_read)
-        assert len(n_read) > 4 or until <= time.monotonic(), "the rest is read at once"
+        assert len(n_read) > 4 or until <= time.monotonic(), "the rest of the log is read without a pause"
         return turns.pop(0), False
 
     monkeypatch.setattr(supervisor._wakeups, "wait", wait)
@@ -264,9 +264,9 @@ def test_a_supervisor_receives_a_notice_while_it_reads_a_long_log(
             supervisor.run()
         (running,) = supervisor._running.values()
         process.kill()
-    assert n_read == [0, 0, 0, 0, 3, 3, 3], "it heard the notice before it had read all"
+    assert n_read == [0, 0, 0, 0, 3, 3, 3], "the supervisor received the notice before it had read the whole log"
     assert page.ending_at is not None
-    assert running.ending == "signal", "what a part of the log bars, the rest may allow"
+    assert running.ending == "signal", "an order in an unfinished log blocks nothing yet"
 
 
 @pytest.mark.parametrize("is_leaving", [False, True])

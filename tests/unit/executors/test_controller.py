@@ -366,7 +366,7 @@ def test_a_controller_outside_knows_which_ranks_are_at_which_backend(
         controller.advance([])
         return bool(scene.told)
 
-    eventually(decided, "the last call is over")
+    eventually(decided, "the controller has decided")
     assert scene.told[0].kind == kind
 
 
@@ -380,7 +380,7 @@ def test_an_end_is_left_to_its_supervisor_for_15_s_independent_of_the_clock_of_t
     controller = ExternalController(log, observer(scene.store, ended), starter, list[str]().append, lambda rank: True)
     began = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: began)
-    assert controller.advance([]) == pytest.approx(LEAVE_S), "a single pass stays for so long"
+    assert controller.advance([]) == pytest.approx(LEAVE_S), "a single pass waits for LEAVE_S"
     assert log.entries == []
     monkeypatch.setattr(time, "monotonic", lambda: began + LEAVE_S)
     controller.advance([])

@@ -63,7 +63,7 @@ def test_a_run_with_few_reports_shows_the_course_of_its_loss() -> None:
     made = made_up(Scene(n=2, rounds=1, inner=3))
     rows = list(made.metrics.numbers)
     told = document(replace(made, metrics=replace(made.metrics, rows=rows)))
-    assert told["curves"]["shown"][0]["above"] == {}, "a median of one point is no line"
+    assert told["curves"]["shown"][0]["above"] == {}, "a median of one point is not drawn"
     assert re.fullmatch(r"Loss \S+ → \S+ over steps 1 to 3 \(rank 0\)\.", told["in_short"][0]["text"])
 
 
@@ -89,7 +89,7 @@ def test_all_curves_of_a_page_keep_the_limit_with_ten_attempts_of_each_rank() ->
     made = document(with_attempts(made_up(scene), 10))
     norms, shown = made["rounds"]["norms"], made["curves"]["shown"]
     assert sum(len(line["y"]) for each in (norms, *shown) for line in each["lines"]) <= MAX_VALUES
-    assert [line["rank"] for line in norms["lines"]] == [*range(64)], "a rank's attempts make one line"
+    assert [line["rank"] for line in norms["lines"]] == [*range(64)], "the attempts of a rank are one line"
     assert None not in norms["lines"][0]["y"]
     assert [each["name"] for each in shown] == ["loss", *names]
     assert len(page(made)) < 3_000_000

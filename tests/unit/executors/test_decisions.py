@@ -75,7 +75,7 @@ def test_a_hang_limit_alone_has_a_hard_one_of_one_and_a_half_times() -> None:
     assert [str(HangLimits.parse(text)) for text in ("auto", "off", "90s:2m")] == ["auto", "off", "90s:120s"]
     for hang, start in ((None, None), ("off", "1h"), ("90s:2m", 20.5), (60, "auto"), ("auto", "20m")):
         limits = HangLimits.of(hang, start)
-        assert HangLimits.parse(str(limits)) == limits, "a record says the same"
+        assert HangLimits.parse(str(limits)) == limits, "the text of the limits is parsed to the same value"
 
 
 def test_new_limits_on_hanging_leave_those_that_are_not_given_as_they_are() -> None:
@@ -237,8 +237,8 @@ def test_a_long_log_of_decisions_takes_few_round_trips(monkeypatch: pytest.Monke
     log = DecisionLog(store, "run")
     assert [entry.rank for entry in log.read()] == [*range(500)]
     assert store.n_round_trips <= 20
-    assert max(store.at_once) <= 64, "no store's connections are fewer"
-    assert len(store.asked) <= 500 + 64, "few of them in vain"
+    assert max(store.at_once) <= 64, "a reader makes at most 64 requests at once"
+    assert len(store.asked) <= 500 + 64, "at most 64 requests are for missing entries"
 
 
 def test_a_look_at_a_log_to_which_nothing_was_added_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def test_a_log_whose_reading_fails_half_way_is_read_on_from_there(monkeypatch: p
     assert [entry.rank for entry in log.entries] == [*range(10, 70)]
     store.fails = {f"run/decisions/{index:06d}.json" for index in range(101, 200)}
     store.asked.clear()
-    assert [entry.rank for entry in log.read()] == [*range(10, 100)], "what is asked for behind the end may fail"
+    assert [entry.rank for entry in log.read()] == [*range(10, 100)], "requests beyond the end of the log may fail"
     assert min(store.asked) == "run/decisions/000070.json"
 
 

@@ -309,10 +309,10 @@ def test_main_is_called_if_python_would_do_no_more(workspace: Path, source: str)
 def test_a_file_is_run_as_a_script_if_python_would_do_more_than_call_main(workspace: Path, source: str) -> None:
     (workspace / "rule_of_user.py").write_text(source)
     assert runs_as_script("rule_of_user.py")
-    assert not runs_as_script("rule_of_user.py:main"), "a function that is named is called"
+    assert not runs_as_script("rule_of_user.py:main"), "a named function is called"
     if "main(" in source:
-        assert runs_as_script("rule_of_user"), "so is a module"
-        assert not runs_as_script("rule_of_user.py", has_arguments=True), "only a function takes arguments"
+        assert runs_as_script("rule_of_user"), "a module runs as a script, too"
+        assert not runs_as_script("rule_of_user.py", has_arguments=True), "an entrypoint with arguments is a function"
 
 
 def test_a_file_without_a_main_that_does_something_is_a_script(workspace: Path) -> None:
@@ -320,7 +320,9 @@ def test_a_file_without_a_main_that_does_something_is_a_script(workspace: Path) 
     for text in ("scripts/script_of_user.py:train", "plain_of_user.train", "json"):
         assert not runs_as_script(text), text
     (workspace / "only_definitions.py").write_text("'''Words.'''\nimport sys\nN = 3\ndef mian(): ...\n")
-    assert not runs_as_script("only_definitions.py"), "it would do nothing: the user misspelled main"
+    assert not runs_as_script("only_definitions.py"), (
+        "a file of definitions alone is not a script, because main may be misspelled"
+    )
     with pytest.raises(EntrypointImportError, match=r"has no main. Name the function: only_definitions.py:mian$"):
         check_entrypoint("only_definitions.py", {})
     (workspace / "only_definitions.py").write_text("def plain(): ...\ndef other(): ...\ndef _own(): ...\n")
@@ -341,7 +343,7 @@ def test_an_entrypoint_finds_its_own_file_alone_in_argv(
     (file,) = sys.argv
     assert Path(file).samefile(str(sys.modules[function.__module__].__file__))
     if text.endswith("main"):
-        assert function() == [file], "it is so while the module is imported, too"
+        assert function() == [file], "sys.argv is the same while the module is imported"
 
 
 def test_a_callable_finds_the_file_that_it_is_defined_in(workspace: Path) -> None:

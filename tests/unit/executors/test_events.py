@@ -228,7 +228,9 @@ def test_a_look_at_a_run_in_which_nothing_happens_is_one_request(run: MadeUp, mo
         assert run.reader.new(inventory, run.status()) == []
     others = [key for key in asked if key != "run/decisions/000001.json"]
     assert len(asked) - len(others) == 3600
-    assert set(others) == {"run/metrics/0001/1/000000.jsonl"}, "only of what lives and has not reported"
+    assert set(others) == {"run/metrics/0001/1/000000.jsonl"}, (
+        "only segments of replicas that run and have not reported are read"
+    )
     assert len(others) <= 70
     run.claim(1, 1, 1050.0, {"t": 3000, "step": 1})
     run.now += 60
@@ -300,7 +302,7 @@ def test_a_rank_that_is_found_lost_late_was_down_since_its_last_heartbeat(run: M
     resumed = [ReplicaState(0, 1, ReplicaStatus.RUNNING), ReplicaState(1, 1, ReplicaStatus.RUNNING)]
     run.claim(0, 1, 1090.0)
     assert uptime_document(run.status(*resumed), 1000.0, run.attempt)["replicas"][0]["down_s"] == 30.0
-    assert run.status(ReplicaState(0, 0, FAILED, lost)).last_at == 1060.0, "the run was over then"
+    assert run.status(ReplicaState(0, 0, FAILED, lost)).last_at == 1060.0, "the run had ended then"
 
 
 def test_ranks_that_hang_wait_for_a_controller_or_were_given_up_want_attention(run: MadeUp) -> None:
@@ -361,11 +363,11 @@ def test_a_rank_that_continued_after_its_stacks_is_not_reported_to_hang_independ
 ) -> None:
     rank = Suspected(run, monkeypatch, ahead_s)
     rank.measure(1, 103_650, {"t": 3610, "rss": 1}, {"t": 3640, "rss": 1})
-    assert rank.may_hang, "usage is no progress"
+    assert rank.may_hang, "processor usage alone is not progress"
     rank.measure(2, 103_710, {"t": 3660, "step": 2}, {"t": 3670, "rss": 1}, {"t": 3700, "rss": 1})
     assert not rank.may_hang
     rank.measure(3, 103_770, {"t": 3730, "rss": 1}, {"t": 3760, "rss": 1})
-    assert not rank.may_hang, "what it reported since then was after the stacks"
+    assert not rank.may_hang, "a report after the stacks shows that the rank continued"
 
 
 @pytest.mark.parametrize("ahead_s", CLOCKS.values(), ids=CLOCKS)

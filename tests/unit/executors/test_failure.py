@@ -96,7 +96,9 @@ def test_errors_of_one_kind_at_one_place_have_one_fingerprint_whatever_their_num
 ) -> None:
     first = raised_at_a_place_of_its_own(ValueError("step 812: loss at 0x7f01 is nan"))
     assert (fingerprint_of(first) == fingerprint_of(raised_at_a_place_of_its_own(other))) is is_alike
-    assert fingerprint_of(first) != fingerprint_of(ValueError(str(first))), "another place"
+    assert fingerprint_of(first) != fingerprint_of(ValueError(str(first))), (
+        "an error at another place has another fingerprint"
+    )
 
 
 def raised_in_tasks(*errors: Exception) -> BaseException:
@@ -116,11 +118,15 @@ def raised_in_tasks(*errors: Exception) -> BaseException:
 def test_errors_in_a_task_group_are_alike_only_if_their_sub_exceptions_are() -> None:
     first = fingerprint_of(raised_in_tasks(ValueError("rank 1"), TypeError("two")))
     assert fingerprint_of(raised_in_tasks(ValueError("rank 2"), TypeError("two"))) == first
-    assert fingerprint_of(raised_in_tasks(TypeError("two"), ValueError("rank 1"))) == first, "their order is chance"
+    assert fingerprint_of(raised_in_tasks(TypeError("two"), ValueError("rank 1"))) == first, (
+        "the order of errors in a group does not change the fingerprint"
+    )
     assert fingerprint_of(raised_in_tasks(ValueError("rank 1"), TypeError("three"))) != first
     alone = fingerprint_of(raised_in_tasks(ValueError("rank 1")))
     assert alone not in (None, first)
-    assert fingerprint_of(raised_in_tasks(ValueError("rank 1"), ValueError("rank 2"))) == alone, "so is how many fail"
+    assert fingerprint_of(raised_in_tasks(ValueError("rank 1"), ValueError("rank 2"))) == alone, (
+        "the number of failed tasks does not change the fingerprint"
+    )
 
 
 def test_different_causes_are_different_failures() -> None:
@@ -156,7 +162,9 @@ def test_the_summary_of_an_exception_group_names_its_first_leaf_and_frame() -> N
     assert headline(outcome, [0], 1).endswith(f"test_failure.py:{line})")
     frames = last_frames(outcome)
     assert frames[-2:] == [f'  File "{__file__}", line {line}, in fail_deeply', "    raise error"]
-    assert not any("in fail\n" in f"{frame}\n" for frame in frames), "frames of others look like callers"
+    assert not any("in fail\n" in f"{frame}\n" for frame in frames), (
+        "frames of other leaves are left out, because they look like callers"
+    )
 
 
 def ran_into(function: Callable[..., None], *arguments: object) -> Exception:

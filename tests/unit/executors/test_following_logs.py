@@ -255,7 +255,9 @@ def test_entries_that_come_late_or_are_alike_are_given_once_each_and_a_turn_is_o
     assert new_lines(log) == ["a part\n"]
     assert new_lines(log) == []
     assert len(service.asked) == 5
-    assert all(since is not None for _, since in service.asked[1:]), "only the first request is for the last entries"
+    assert all(since is not None for _, since in service.asked[1:]), (
+        "every later request names the time since which it needs entries"
+    )
 
 
 def test_a_log_of_more_than_was_asked_for_begins_with_its_last_lines() -> None:

@@ -57,7 +57,9 @@ def test_the_gpu_of_a_process_that_cannot_be_killed_is_shared_before_that_of_a_r
         assert log == "replicas: no GPU is free: sharing A with a process that cannot be killed.\n"
         leave(guest)
     leave(stuck, trains)
-    assert [take(rank).devices for rank in (2, 3, 5)] == ["A", "B", "B"], "it has ended after all"
+    assert [take(rank).devices for rank in (2, 3, 5)] == ["A", "B", "B"], (
+        "the GPU is free again when the process has ended"
+    )
 
 
 def test_a_gpu_that_a_sharing_rank_still_has_is_not_free(tmp_path: Path) -> None:

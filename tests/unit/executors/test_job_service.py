@@ -75,7 +75,7 @@ def test_a_state_that_is_read_repeatedly_is_requested_at_once_and_then_less_and_
     assert pauses == sorted(pauses)
     assert pauses[-1] == pytest.approx(LONGEST_PAUSE_S, abs=0.02)
     throttle.forget("job")
-    assert throttle.due(["job"]), "something happened to it"
+    assert throttle.due(["job"]), "a job with an event is requested at once"
     assert not throttle.due(["job"])
 
 
@@ -183,7 +183,9 @@ def test_another_job_than_the_one_that_was_asked_for_is_asked_for_at_once() -> N
     for job_id in ("first", "second"):
         before = len(service.requests)
         states.of({key: {"id": job_id}})
-        assert len(service.requests) == before + 2, "one to verify it, one for its state"
+        assert len(service.requests) == before + 2, (
+            "two requests are made: one verifies the job, and one reads its state"
+        )
 
 
 def test_a_call_with_a_time_limit_passes_on_the_result_and_the_error() -> None:
@@ -273,7 +275,7 @@ def test_a_beat_that_another_follows_is_not_old_independent_of_the_clock_of_its_
     beats = StalenessTracker(lambda: now)
     assert not is_stale(beats, "0000/0", None, STILL_S)
     for now in (10.0, 20.0):
-        assert not is_stale(beats, "0000/0", now, STILL_S), "it is of 1970, and new"
+        assert not is_stale(beats, "0000/0", now, STILL_S), "a heartbeat of 1970 is new if another one follows"
     now += STILL_S
     assert is_stale(beats, "0000/0", 20.0, STILL_S)
 
@@ -306,7 +308,9 @@ def test_every_end_without_an_outcome_has_a_reason_and_a_sentence() -> None:
     ]:  # fmt: skip
         assert explain_end("R", "Cloud", state, 60, has_started, output) == (reason, sentence)
     sentence = "R ran into the time limit of Cloud."
-    assert explain_end("R", "Cloud", JobState(True, "timeout"), None, ran, "") == ("timeout", sentence), "not ours"
+    assert explain_end("R", "Cloud", JobState(True, "timeout"), None, ran, "") == ("timeout", sentence), (
+        "the service has its own time limit"
+    )
 
 
 def test_the_ranks_of_an_attempt_are_a_group_whose_name_fits_everywhere() -> None:

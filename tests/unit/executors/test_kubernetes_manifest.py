@@ -187,14 +187,16 @@ def test_the_pod_of_a_job_that_was_taken_back_is_reported_by_its_job() -> None:
     waits = JobState(False, "preempted", message=TAKEN_BACK, holds_place=True)
     for phase in ("Pending", "Failed"):
         assert state_of(pod(phase=phase, gone_by=JUST_NOW), taken, 4) == waits
-    assert state_of(pod(phase="Failed", **ended(3)), taken, 4) == JobState(True, None, 3), "it ended by itself, before"
+    assert state_of(pod(phase="Failed", **ended(3)), taken, 4) == JobState(True, None, 3), (
+        "the pod ended by itself before its Job was taken back"
+    )
     evicted = pod(phase="Running", gone_by=JUST_NOW, conditions=[DISRUPTED])
     assert state_of(evicted, taken, 4).message == "EvictionByEvictionAPI: evicting"
 
 
 def test_a_pod_is_stuck_from_when_it_was_seen_to_be() -> None:
     of = pod(**waiting("ImagePullBackOff", "again", datetime.now(UTC) - timedelta(seconds=400)))
-    assert not state_of(of, None, 4, 200.0).has_ended, "its first image may have taken long to pull"
+    assert not state_of(of, None, 4, 200.0).has_ended, "time before the pod was seen as stuck does not count"
     assert state_of(of, None, 4, 301.0) == JobState(
         True, "start_failed", None, "ImagePullBackOff: again", holds_place=True
     )
@@ -247,7 +249,7 @@ def test_pods_have_the_least_rights_that_a_replica_needs_and_root_stays_root() -
     pod = manifest(0)["spec"]["template"]["spec"]
     assert violations(pod) == (
         'runAsNonRoot != true (pod or container "replica" must set securityContext.runAsNonRoot=true)'
-    ), "which the image may not stand"
+    ), "the one violation is that root is allowed, which the image may need"
     assert manifest(0, options={"run_as_user": 0})["spec"]["template"]["spec"]["securityContext"]["runAsUser"] == 0
 
 
@@ -288,7 +290,9 @@ def test_options_reach_the_pods() -> None:
         "runAsUser": 1000,
         "runAsNonRoot": True,
     }
-    assert {"name": "HOME", "value": "/tmp"} in pod["containers"][0]["env"], "its own is '/', where it may not write"
+    assert {"name": "HOME", "value": "/tmp"} in pod["containers"][0]["env"], (
+        "HOME is /tmp, because the home of this user is '/', which is read-only"
+    )
     assert violations(pod) == ""
     assert (made["spec"]["suspend"], made["spec"]["ttlSecondsAfterFinished"]) == (True, 60)
     assert made["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"

@@ -33,7 +33,9 @@ def nothing_written(state_home: Path) -> Iterator[None]:
     yield
     assert list_runs() == []
     written = [path for path in (state_home / "replicas").rglob("*") if path.is_file()]
-    assert {path.parent.name for path in written} <= {".preparing"}, "but that it was never started"
+    assert {path.parent.name for path in written} <= {".preparing"}, (
+        "only the note of a launch that never started is written"
+    )
 
 
 @pytest.mark.usefixtures("nothing_written")

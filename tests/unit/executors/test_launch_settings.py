@@ -230,7 +230,7 @@ def test_a_file_above_that_another_user_can_write_is_left_alone(
 def test_each_setting_is_a_parameter_of_launch() -> None:
     """A setting that only the command knows would be missing in Python, without an error."""
     parameters = set(inspect.signature(launch).parameters)
-    assert OPTIONS.keys() - parameters == set(), "add it to launch(), with an entry in its Args"
+    assert OPTIONS.keys() - parameters == set(), "launch() lacks a setting: add a parameter, with an entry in Args"
 
 
 def test_every_option_of_the_command_is_a_setting_and_python_knows_them_all() -> None:
@@ -252,7 +252,7 @@ def test_every_option_of_the_command_is_a_setting_and_python_knows_them_all() ->
         "gather-s",
     }
     assert {"from", "secret", "gather"} <= keys.keys(), "the command's own words for these"
-    assert keys == keys_of_launch(), "else: add it to COMMAND_ONLY"
+    assert keys == keys_of_launch(), "an option is not a setting: add the setting, or add the option to COMMAND_ONLY"
     assert COMMAND_ONLY.keys() <= keys.keys()
 
 

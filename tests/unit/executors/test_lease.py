@@ -67,7 +67,7 @@ def test_a_lease_has_ended_when_its_content_has_not_changed_for_its_duration(sce
     for at in range(5):
         scene.write(holder="one", at=at)
         assert scene.is_over_within(10) is None
-    assert scene.is_over_within(10) == 6, "15 minutes after it was first read"
+    assert scene.is_over_within(10) == 6, "the lease has ended 15 minutes after it was first read"
 
 
 def test_a_lease_that_was_never_written_ends_too(scene: Scene) -> None:
@@ -103,7 +103,7 @@ def test_a_store_that_was_away_longer_than_the_lease_ends_nothing_when_it_is_bac
     scene.write(holder="one", at=1)
     assert scene.is_over_within(5) is None
     scene.is_away(60)
-    assert scene.is_over_within(60) == 11, "the outage counts as one look"
+    assert scene.is_over_within(60) == 11, "the outage counts as one read"
 
 
 def test_time_in_which_no_one_looked_counts_as_one_look(scene: Scene) -> None:
@@ -133,7 +133,7 @@ def test_a_process_that_renews_the_lease_continues_after_one_stale_answer_and_en
     store.delete("run/run.json")
     store.delete("run/lease.json")
     holder.renew()
-    assert list(store.list("")) == [], "it does not begin to exist again"
+    assert list(store.list("")) == [], "the deleted lease is not written again"
 
 
 # A store that refuses
@@ -228,7 +228,7 @@ def test_a_detached_start_that_ends_half_way_ends_its_containers_within_a_lease_
         looks.append(watch.has_expired())
     assert len(looks) == 16
     assert watch.why == "its launcher ended before all replicas of this detached launch were started"
-    assert not was_start_abandoned(store, "run", time.time()), "its process lives"
+    assert not was_start_abandoned(store, "run", time.time()), "a start is not abandoned while its process lives"
     assert was_start_abandoned(store, "run", time.time() + 1e6)
 
 

@@ -57,7 +57,7 @@ def test_the_lines_of_a_span_are_found_by_when_the_log_grew(tmp_path: Path) -> N
             with open(path, "ab") as file:
                 file.write(f"{second}\n".encode())
         writer.note(now + second + 0.5)  # within the same second
-    assert times_of(path).stat().st_size <= 82 * PAIR.size, "nothing is noted while a log does not grow"
+    assert times_of(path).stat().st_size <= 82 * PAIR.size, "the times have no entry while a log does not grow"
 
     def between(since: float | None, until: float | None) -> list[int]:
         return [int(line) for part in log.between(since, until) for line in part]

@@ -96,7 +96,7 @@ def test_each_line_gets_the_prefix_once_however_it_was_written() -> None:
     lines = LineWriter(written.write, b"[1] ")
     for part in (b"a", b" b\nc\n", b"\n", b"10%\r20%"):
         lines.write(part)
-    assert written.getvalue() == b"[1] a b\n[1] c\n[1] \n", "half a line waits for its rest"
+    assert written.getvalue() == b"[1] a b\n[1] c\n[1] \n", "half a line is printed when its rest has come"
     lines.flush()
     lines.write(b"\r30%\nd\n")
     assert written.getvalue() == b"[1] a b\n[1] c\n[1] \n[1] 10%\r20%\r30%\n[1] d\n"

@@ -114,15 +114,17 @@ def test_a_run_beyond_the_limit_is_read_from_its_beginning_to_its_end(monkeypatc
     for rank in (0, 1):
         steps = [row.values["step"] for row in found.numbers if (row.rank, row.attempt) == (rank, 0)]
         assert (steps[0], steps[-1]) == (0, 9990)
-        assert max(after - before for before, after in pairwise(steps)) <= 310, "three of four segments"
-    assert [row.t for row in found.numbers if row.attempt == 1] == [3.0], "an attempt with one segment is there"
+        assert max(after - before for before, after in pairwise(steps)) <= 310, (
+            "at most three of four segments are skipped"
+        )
+    assert [row.t for row in found.numbers if row.attempt == 1] == [3.0], "the only segment of an attempt is read"
     (problem,) = found.problems
     assert "of 201 segments are left out" in problem
     assert read_metrics(scene.store, "run", RunRecord.parse(run_json(created_at=T0)), kept).rows == found.rows
     for rank in (0, 1):
         scene.segment(NUMBERS, rank=rank, number=100)
     read_metrics(scene.store, "run", RunRecord.parse(run_json(created_at=T0)), kept)
-    assert sum(map(len, kept.values())) <= segments_module.MAX_BYTES, "and who goes on reading keeps no more"
+    assert sum(map(len, kept.values())) <= segments_module.MAX_BYTES, "a reader that continues keeps at most MAX_BYTES"
 
 
 def test_a_ledger_of_a_part_does_not_say_goodput_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +245,9 @@ def test_attempts_begin_at_their_claims_and_end_at_their_outcomes() -> None:
     found = scene.segment(NUMBERS).segment({**NUMBERS, "t": 9.0}, attempt=1).read()
     assert (found.began_at, found.as_of_s) == (T0, 59.0)
     spans = [(span.rank, span.attempt, span.started_s, span.ended_s) for span in found.attempts]
-    assert spans == [(0, 0, 0.0, 20.0), (0, 1, 50.0, None), (1, 0, 2.0, 30.0)], "who found it lost came late"
+    assert spans == [(0, 0, 0.0, 20.0), (0, 1, 50.0, None), (1, 0, 2.0, 30.0)], (
+        "the end of a lost attempt is its last heartbeat"
+    )
     assert [found.at(row) for row in found] == [1.0, 59.0]
     assert found.attempts[0].outcome is not None
 
@@ -298,7 +302,7 @@ def test_the_ledger_of_a_run_has_the_work_of_failed_and_closed_replicas() -> Non
     scene.record("outcome", outcome_json(1, status="failed", reason="signal", finished_at=T0 + 23, host="a"), rank=1)
     ledger = scene.read().ledger
     assert (ledger.counted, ledger.carried, ledger.dropped) == (40.0, 3.0, 0.0)
-    assert ledger.lost == pytest.approx(10.0), "10 units in 3 s of training, and 3 s until it was killed"
+    assert ledger.lost == pytest.approx(10.0), "the pace was 10 units in 3 s, and the replica was killed 3 s later"
     assert ledger.by_rank[1].lost == ledger.lost
     assert not math.isnan(ledger.goodput or math.nan)
 

@@ -125,7 +125,7 @@ def test_a_segment_is_closed_when_it_is_large_and_at_the_end(monkeypatch: pytest
     for step in range(8):
         scene.at(step).replica.report(step=step)
     scene.recorder.look()
-    assert [len(segment) for segment in scene.segments()] == [5], "the rest waits"
+    assert [len(segment) for segment in scene.segments()] == [5], "the remaining lines wait for the next segment"
     assert [line["step"] for line in scene.lines()] == list(range(8))
 
 
@@ -139,7 +139,7 @@ def test_a_segment_that_cannot_be_written_waits_and_is_reported_once(
         scene.at(t).replica.report(step=t)
         scene.recorder.look()
     scene.store.fails = None
-    assert [line["step"] for line in scene.at(40).lines()] == list(range(30)), "each once"
+    assert [line["step"] for line in scene.at(40).lines()] == list(range(30)), "each line is written once"
     (told,) = capsys.readouterr().err.splitlines()
     assert told.startswith("replicas: rank 3: measurements wait in memory: ")
 

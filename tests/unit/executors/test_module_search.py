@@ -106,7 +106,7 @@ def test_every_dependency_of_this_project_is_reserved() -> None:
             pending.append(needed)
     tops = {top for top, owners in metadata.packages_distributions().items() if {*owners} & names and top[0] != "_"}
     mentioned = {top for top in tops if top.isidentifier() and not top.endswith("__mypyc")} - {"isympy"}  # a script
-    assert mentioned <= DEPENDENCIES, "else: add it to DEPENDENCIES"
+    assert mentioned <= DEPENDENCIES, "an imported package is not reserved: add it to DEPENDENCIES"
     assert {"logging", "executors", "diloco", "numpy", "typing", "random"} <= RESERVED
     assert not NOT_RESERVED & RESERVED
 

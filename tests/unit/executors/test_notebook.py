@@ -120,7 +120,7 @@ def test_the_curves_of_many_attempts_stay_small() -> None:
     for step in range(MAX_POINTS // 2):
         many.add(state(*({"step": step, "loss": 2.0} for _ in range(200))))
     assert len(drawn(many)) == 200
-    assert len(many.to_svg()) < 400_000, "a cell is sent again every second"
+    assert len(many.to_svg()) < 400_000, "the curves are small, because a cell is sent every second"
 
 
 def test_a_long_curve_is_as_dense_at_its_beginning_as_at_its_end() -> None:
@@ -147,7 +147,7 @@ def test_a_cell_is_not_sent_html_that_it_already_shows(monkeypatch: pytest.Monke
     view.update(second)
     assert [text.endswith("<p>Looking again</p>") for text in sent] == [False, True, False]
     view.open(first)
-    assert len(sent) == 4, "the first cell, too, shows what the second begins with"
+    assert len(sent) == 4, "the first cell gets the output with which the second begins"
 
 
 def test_a_curve_begins_with_measurements_from_before_the_first_look() -> None:

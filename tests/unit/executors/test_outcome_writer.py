@@ -75,7 +75,9 @@ def test_a_supervisor_with_nothing_else_to_do_waits_for_the_store_only_so_long()
         assert scene.ends.is_pending(is_busy=False)
         scene.now += PATIENCE_S - 1
         assert scene.ends.is_pending(is_busy=False)
-        assert scene.ends.is_pending(is_busy=True), "another rank was started meanwhile"
+        assert scene.ends.is_pending(is_busy=True), (
+            "the outcome stays pending, because another rank was started meanwhile"
+        )
     assert scene.ends.is_pending(is_busy=False)
     scene.now += PATIENCE_S
     assert not scene.ends.is_pending(is_busy=False)

@@ -57,7 +57,9 @@ def test_the_advice_in_a_notebook_names_no_file_of_the_kernel(
 def test_an_integer_beyond_all_floats_is_reported_as_infinite() -> None:
     me = current_replica()
     me.report(step=10**5000, loss=-(10**5000), tokens=2**60)
-    assert me.reported == {"step": math.inf, "loss": -math.inf, "tokens": 2**60}, "what a heartbeat can hold"
+    assert me.reported == {"step": math.inf, "loss": -math.inf, "tokens": 2**60}, (
+        "the numbers are finite or infinite floats, as a heartbeat can hold them"
+    )
 
 
 def test_a_path_that_is_not_a_file_is_refused_as_an_artifact_and_skipped_with_a_note_in_a_folder(

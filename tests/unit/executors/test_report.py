@@ -82,7 +82,9 @@ def test_the_rank_that_came_last_is_charged_with_the_additional_wait_of_the_othe
 def test_a_missing_rank_is_charged_with_the_wait_of_all_others(kills: tuple[Subject, Document]) -> None:
     _, made = kills
     row = next(row for row in made["replicas"] if row["rank"] == 1)
-    assert (row["missing"], row["attempt"], row["cost_s"] > 15) == (2, 2, True), "three waited 3 s, twice"
+    assert (row["missing"], row["attempt"], row["cost_s"] > 15) == (2, 2, True), (
+        "three replicas waited 3 s in two rounds"
+    )
     texts = [each["text"] for each in made["in_short"]]
     assert any(text.startswith("Rank 3 held the others up for ") for text in texts)
     assert texts[-2:] == ["Rank 1 was ended by signal 9 (SIGKILL), and came back.", "0.3 % of the work was lost."]
@@ -146,7 +148,7 @@ def test_the_six_numbers_are_sums_over_the_rows(kills: tuple[Subject, Document])
     assert six["in_rounds"] == pytest.approx(sum(row.move_s + row.reduce_s + row.step_s for row in rounds) / alive)
     assert (six["bytes_up"], six["restarts"]) == (sum(row.up for row in rounds) / 4, 2)
     assert six["data_parallel_bytes"] == pytest.approx(3_000_000 * 800, rel=0.001)
-    assert six["work"]["lost"] == pytest.approx(10, rel=0.05), "half a round, twice"
+    assert six["work"]["lost"] == pytest.approx(10, rel=0.05), "half a round was lost twice"
 
 
 def test_rounds_of_replicas_that_never_lived_are_shown_without_shares_of_their_time() -> None:
@@ -186,7 +188,9 @@ def test_a_round_while_training_continues_holds_it_up_for_as_long_as_it_is_late(
     late = sum(row.late_s or 0.0 for row in rounds)
     hidden = sum(row.busy_s or 0.0 for row in rounds) - late
     assert (six["late"], six["hidden"]) == (pytest.approx(late / alive), pytest.approx(hidden / alive))
-    assert six["in_rounds"] + six["waiting"] == pytest.approx(six["late"]), "and nothing of what went on beside it"
+    assert six["in_rounds"] + six["waiting"] == pytest.approx(six["late"]), (
+        "time in which training continued does not count as waiting"
+    )
     of_ranks = [row["in_rounds_s"] + row["waiting_s"] for row in made["replicas"]]
     assert (sum(of_ranks), sum(row["hidden_s"] for row in made["replicas"])) == pytest.approx((late, hidden))
     spent = Counter[str]()
@@ -198,7 +202,9 @@ def test_a_round_while_training_continues_holds_it_up_for_as_long_as_it_is_late(
     assert "Rounds held the training up for 11 % of the time; 42 % more ran while training continued." in texts_of(made)
     held, took = (sum(line["y"]) for line in reversed(made["rounds"]["waited"]["lines"]))
     assert (held, took) == pytest.approx((late, late + hidden), rel=0.001)
-    assert ANCHOR not in made["curves"]["shown"][0]["above"], "no replica goes on from the anchor"
+    assert ANCHOR not in made["curves"]["shown"][0]["above"], (
+        "the anchor has no curve, because no replica continues from it"
+    )
     assert "of a contribution as int8, 0.8 % is left for the next" in page(made)
     told = {f"round/{name}" for name in ("late_s", "busy_s", "stale_steps", "wire_error")}
     assert told < scalars(rounds[0])[1].keys()
@@ -256,9 +262,9 @@ def test_two_dilocos_are_not_taken_for_one() -> None:
     alone = document(subject)
     assert both["numbers"]["data_parallel_bytes"] == 2 * alone["numbers"]["data_parallel_bytes"]
     trained_s = [made["replicas"][0]["training_s"] for made in (alone, both)]
-    assert trained_s[1] <= trained_s[0], "and not twice the time"
+    assert trained_s[1] <= trained_s[0], "the time of training is counted once"
     first, second = (made["curves"]["shown"][0] for made in (alone, both))
-    assert second["above"][ANCHOR] == first["above"][ANCHOR], "the other's rounds were at the same steps"
+    assert second["above"][ANCHOR] == first["above"][ANCHOR], "the rounds of both DiLoCos were at the same steps"
 
 
 def test_a_run_that_failed_at_once_begins_with_its_cause() -> None:
@@ -285,7 +291,7 @@ def test_a_loss_that_is_not_a_number_any_more_is_neither_the_last_one_nor_good()
     assert [row["loss"] is None for row in made["replicas"]] == [False, True, False, False], "rank 0 recovered"
     tones = {each["text"]: each["tone"] for each in made["in_short"] if "oss" in each["text"]}
     assert tones.pop("The loss of rank 1 is not finite since step 300.") == "bad"
-    assert [*tones.values()] == ["bad"], "though it fell until then"
+    assert [*tones.values()] == ["bad"], "a loss that becomes NaN is marked as bad, although it fell before"
     assert page(made).count("<td>not finite</td>") == 1
 
 
@@ -329,7 +335,7 @@ def test_hostile_text_is_inert_and_bounded_wherever_it_comes_from() -> None:
     assert "<script>window" not in text
     assert "<img" not in text
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e]", text)
-    assert "\\u003cscript" in text, "a number's name, in the block of JSON"
+    assert "\\u003cscript" in text, "the name of the number is escaped in the block of JSON"
     (link,) = Elements(text).of("a")
     assert link.keys() == {"rel", "href"}
 
@@ -343,7 +349,7 @@ def test_warnings_are_on_the_page_each_text_once_and_leave_room_for_other_events
     assert "2 warnings, the first: ranks 0, 2: 5 steps of this replica" in " ".join(texts_of(made))
     text = page(made)
     assert "<h2>Warnings</h2>" in text
-    assert text.count("in no average. (2 times)") == 2, "they are events, too"
+    assert text.count("in no average. (2 times)") == 2, "the warnings are in the list of events, too"
     crowded = document(hostile())
     assert (crowded["n_warnings"], len(crowded["warnings"])) == (500, MAX_WARNINGS)
     assert {"launched", "claimed", "ended"} <= {event["kind"] for event in crowded["events"]}

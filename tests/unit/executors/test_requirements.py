@@ -82,7 +82,9 @@ def test_those_given_by_hand_win_over_the_script_header_and_that_over_requiremen
     assert requirements_of((), tmp_path) == (*PINS, "from-file")
     script = tmp_path / "train.py"
     script.write_text('"""Trains."""\n# /// script\n# requires-python = ">=3.11"\n# [tool.replicas]\n# n = 2\n# ///\n')
-    assert requirements_of((), tmp_path, script) == (*PINS, "from-file"), "a header that names none"
+    assert requirements_of((), tmp_path, script) == (*PINS, "from-file"), (
+        "requirements.txt counts if the header of the script names no requirement"
+    )
     script.write_text('# /// script\n# dependencies = [\n#   "from-header>=1",\n# ]\n# [tool.uv]\n# a = 1\n# ///\n')
     assert requirements_of((), tmp_path, script) == (*PINS, "from-header>=1")
     assert requirements_of(["by-hand>=2"], tmp_path, script) == (*PINS, "by-hand>=2")

@@ -97,7 +97,7 @@ CANCELLED = {"status": "cancelled", "reason": "cancelled", "error": "Replica 0 w
 
 def test_a_run_has_not_ended_between_an_end_and_the_next_claim() -> None:
     run = run_of(failed(), DONE)
-    assert not run.wait(timeout=0), "nobody has answered"
+    assert not run.wait(timeout=0), "the run has not ended before a decision about the end"
     add(run, RESTART)
     assert not run.wait(timeout=0), "the restart has not claimed"
     assert [outcome.status for outcome in run.outcomes()] == ["pending", "succeeded"]
@@ -250,7 +250,7 @@ def test_a_process_that_has_a_supervisor_waits_for_no_one_else() -> None:
     notes = [
         Run(view_of(run).store, "wide", executor=Watched(alive)).status().replicas[0].note for alive in (True, False)
     ]
-    assert notes[0] == "restarts now: signal, SIGKILL", "perhaps it waits for a place"
+    assert notes[0] == "restarts now: signal, SIGKILL", "the rank restarts now: it may wait for a free place"
     assert notes[1].startswith("waits for a controller: replicas watch")
 
 

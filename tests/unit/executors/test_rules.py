@@ -185,7 +185,9 @@ def test_an_oom_is_called_that_even_if_the_clock_was_set_since_the_process_began
 
     now = time.monotonic()
     assert reason(killed_at=now) == "oom"
-    assert reason(killed_at=now - 60 - 2 * now * CLOCKS_DRIFT) == "signal", "another process had this pid before"
+    assert reason(killed_at=now - 60 - 2 * now * CLOCKS_DRIFT) == "signal", (
+        "the kill was of an earlier process with this pid"
+    )
 
 
 def ascending() -> Callable[[], int]:
@@ -273,7 +275,7 @@ def test_starts_that_the_service_refuses_cost_nothing_until_there_are_too_many_i
     log = answers("1,no_progress=1", *refused)
     assert told(log) == ["restart"] * MOST_REFUSED + ["refused"]
     assert not any(entry.charged for entry in log)
-    assert log[9].not_before - 1.0 >= 30.0, "they wait longer and longer"
+    assert log[9].not_before - 1.0 >= 30.0, "the waits grow"
     taken = [*refused[:-1], end(attempt=MOST_REFUSED), replace(refused[0], attempt=MOST_REFUSED + 1)]
     assert told(answers("1,no_progress=1", *taken)) == ["restart"] * (MOST_REFUSED + 2)
     assert told(answers("1,start_failed=0", refused[0])) == ["budget"]
@@ -292,7 +294,9 @@ def test_without_saved_state_a_step_further_than_ever_is_progress() -> None:
     log = answers("9", end(reached={"step": 5.0}), end(attempt=1, reached={"step": 5.0}))
     assert [entry.strikes for entry in log] == [0, 1]
     assert made_progress(log, end(attempt=2, reached={"step": 6.0}), [])
-    assert not made_progress(log, end(attempt=2, reached={"step": 6.0}), [end(1, saved_marks=1)]), "somebody else does"
+    assert not made_progress(log, end(attempt=2, reached={"step": 6.0}), [end(1, saved_marks=1)]), (
+        "if the run saves work elsewhere, a further step alone is not progress"
+    )
 
 
 def test_together_restarts_every_rank_that_has_not_ended_for_good() -> None:
@@ -318,7 +322,9 @@ def test_an_end_of_an_attempt_that_is_not_the_newest_is_not_answered() -> None:
 def test_nothing_follows_a_stop_or_a_cancel_until_a_resume(bar: Decision) -> None:
     assert decide([bar], end(), [], Restarts(), FACTS, 1.0) is None
     resumed = [bar, Decision(kind="resume", start={0: 1})]
-    assert decide(resumed, end(), [], Restarts(), FACTS, 1.0) is None, "the resume answers it"
+    assert decide(resumed, end(), [], Restarts(), FACTS, 1.0) is None, (
+        "the resume starts the next attempt, so no decision is needed"
+    )
     assert decide(resumed, end(attempt=1), [], Restarts(), FACTS, 1.0) is not None
     assert is_blocked(resumed, 1) == (bar.rank is None)
 

@@ -80,7 +80,7 @@ def test_removing_a_run_from_a_bucket_deletes_many_at_once(monkeypatch: pytest.M
     assert [entry.key for entry in store.list("")] == ["run.json", "runs/run.json"]
     assert sum(batches) == 6003
     assert {*deleted[-4:-2]} == {"run/decisions/000000.json", "run/replicas/0000/0/outcome.json"}
-    assert deleted[-2:] == ["run/run.json", "run/removing.json"], "a removal that is killed is found until the last"
+    assert deleted[-2:] == ["run/run.json", "run/removing.json"], "the record of the removal is deleted last"
     assert told[1] == "4,096 of 6,003 objects"
 
 

@@ -124,7 +124,7 @@ def test_a_replica_counts_as_silent_by_the_readers_clock_and_not_by_its_own(
     look(0.0, 0.0)
     for second in range(1, 4):
         state = look(4.0 * second, 4.0 * second)
-        assert state.note == "", "it has beaten since the last look"
+        assert state.note == "", "a replica with a new heartbeat has no note"
         assert 0.0 <= (state.heartbeat_age_s or 0.0) <= 4.0
     ages = [look(12.0 + silent_s, 12.0).heartbeat_age_s or 0.0 for silent_s in (20.0, 40.0)]
     assert 20.0 <= ages[0] <= 24.0

@@ -111,7 +111,7 @@ def test_every_item_is_in_one_share_and_a_share_is_there_again_in_the_next_epoch
 def test_a_replica_that_joined_gets_a_share_too(kind: str) -> None:
     make, items = DATA_SETS[kind]
     joined = [items(replica(rank, 2).shard(make())) for rank in (2, 3)]
-    assert all(joined), "an iterable that is split by rank would give it nothing"
+    assert all(joined), "a joined replica gets items, although a split by rank would give it none"
     assert joined[0] != joined[1]
 
 
@@ -291,7 +291,7 @@ def test_a_share_has_the_attributes_of_its_data_set() -> None:
     share = replica(1, 2).shard(Pictures())
     assert share.classes == ["cat", "dog"]
     assert share.collate_fn([1, 2]) == (1, 2)
-    assert share.inside is share.dataset.inside, "an inner data set is not a list of labels"
+    assert share.inside is share.dataset.inside, "the attribute of the data set is forwarded unchanged"
     assert hasattr(share, "transform")
     assert not hasattr(share, "features")
     with pytest.raises(AttributeError, match="'Pictures' object has no attribute 'features'"):

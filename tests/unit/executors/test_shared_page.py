@@ -109,7 +109,7 @@ def test_intervals_are_learned_by_section_and_sections_are_no_part_of_those_arou
     assert (following.section, following.intervals, following.progress_marks) == (STEPS, (7, 2.0), 0)
     clock.now += 100
     following.progress()
-    assert following.intervals == (8, 2.0), "what is before the first mark of an attempt is no interval"
+    assert following.intervals == (8, 2.0), "the time before the first mark of an attempt is not an interval"
     following.enter("evaluate")
     assert following.intervals == (6, 30.0)
 

@@ -95,7 +95,7 @@ def test_whatever_takes_the_place_of_an_outcome_the_true_one_is_recorded(store: 
     assert read(store) is None
     assert record(store).result == "true"
     assert read(store) == "true"
-    assert bytes(store.get(PLAIN)) == BAD_OUTCOMES[name], "what a stranger left stays, for whoever looks into it"
+    assert bytes(store.get(PLAIN)) == BAD_OUTCOMES[name], "the forged object is left as evidence"
 
 
 def test_an_object_larger_than_any_outcome_is_not_an_outcome(store: MemoryStore) -> None:
@@ -120,7 +120,7 @@ def test_one_of_the_two_copies_is_enough_and_without_both_the_attempt_has_not_en
     assert read(store) == "true"
     store.put(PLAIN, FORGED)
     assert read(store) is None
-    assert record(store, result="again").result == "again", "a writer replaces what is not proven"
+    assert record(store, result="again").result == "again", "a writer replaces an outcome that is not proven"
     assert read(store) == "again"
 
 
@@ -175,9 +175,9 @@ def test_an_attempt_can_be_claimed_although_a_forged_claim_took_its_place(store:
     attempt = Attempt(store, "otter", 0)
     store.put(attempt.key(CLAIM), to_bytes(BEGINNINGS[CLAIM]))
     assert claim_alone(attempt)
-    assert not claim_alone(attempt), "the first process with the key has it"
+    assert not claim_alone(attempt), "only the first process with the key claims the attempt"
     store.put(hidden(attempt.key(CLAIM)), to_bytes(BEGINNINGS[CLAIM]))
-    assert claim_alone(attempt), "without both copies the claim is gone, as if it had been deleted"
+    assert claim_alone(attempt), "an attempt without both copies of its claim can be claimed again"
 
 
 def test_a_handle_that_was_replaced_does_not_send_a_look_to_another_process(store: MemoryStore) -> None:
@@ -210,7 +210,7 @@ def test_only_a_claim_with_the_key_fences_a_living_replica(store: MemoryStore, i
     if is_signed:
         members.check_fence()
         members.look_for_joiners()
-        assert members.claimed == {0}, "no replica joins by it either"
+        assert members.claimed == {0}, "a forged claim adds no replica"
         assert claim_alone(Attempt(store, "otter", 0, 1))
     with pytest.raises(FencedError):
         members.check_fence()

@@ -271,7 +271,9 @@ def test_jobs_are_asked_for_in_all_partitions(answer: Path) -> None:
     SlurmJobs().find(JobKey("s3://bucket/runs", "otter", 0, 0))
     list_jobs("--jobs=184")
     asked = [line.split() for line in (answer / "asked").read_text().splitlines()]
-    assert ["--all" in options for options in asked] == [True, True], "a hidden partition is listed only so"
+    assert ["--all" in options for options in asked] == [True, True], (
+        "--all is given, because hidden partitions are listed only with it"
+    )
 
 
 def test_the_key_of_another_run_reaches_no_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def test_a_store_that_was_away_for_long_makes_no_rank_lost_when_it_is_back(monke
     scene.look(spare, for_s=2 * LOOK_S)
     assert (taken(spare), scene.attempt(0).outcome(), scene.attempt(1).outcome()) == (None, None, None)
     scene.look(spare, for_s=LOST_AFTER_S, beating=(1,))
-    assert taken(spare) == (0, 1), "it judges again"
+    assert taken(spare) == (0, 1), "the spare takes the lost rank"
 
 
 def fail(key: str, **_: object) -> memoryview:
@@ -147,7 +147,7 @@ def test_a_spare_makes_a_start_that_was_decided_by_a_clock_that_is_ahead(
     restart = Decision(kind="restart", rank=0, ended=0, start={0: 1}, how="launch", not_before=at + wait_s)
     DecisionLog(scene.store, "run", lambda: at).append(lambda _: restart)
     scene.look(spare, for_s=CARRY_S + wait_s - LOOK_S, beating=(1,))
-    assert taken(spare) is None, "who decided has its time"
+    assert taken(spare) is None, "the process that decided has its time to start the attempt"
     scene.look(spare, for_s=2 * CARRY_S, beating=(1,))
     assert taken(spare) == (0, 1)
 

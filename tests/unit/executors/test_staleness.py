@@ -30,7 +30,7 @@ def test_the_time_between_two_looks_counts_for_no_more_than_the_longest_gap() ->
     tracker.note("lease")
     clock.now += 3600.0
     assert tracker.unchanged_s("lease") == 10.0
-    assert tracker.note("lease") == 10.0, "an outage of an hour is one look"
+    assert tracker.note("lease") == 10.0, "an outage of an hour counts as one look"
     clock.now += 4.0
     assert tracker.note("lease") == 14.0
 

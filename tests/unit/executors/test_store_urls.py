@@ -131,7 +131,7 @@ def test_a_directory_that_cannot_be_looked_at_is_not_reported_to_be_missing(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", stat)
-        assert not run_folder_was_deleted(store, "run"), "nobody can tell"
+        assert not run_folder_was_deleted(store, "run"), "a folder that cannot be read does not count as deleted"
         with pytest.raises(StoreError, match=r"Cannot look at .*: Permission denied\.") as caught:
             existing_store(tmp_path)
     assert not isinstance(caught.value, RunNotFoundError)

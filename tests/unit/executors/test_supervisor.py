@@ -199,7 +199,7 @@ def test_a_rank_that_no_signal_ends_has_an_outcome_anyway(monkeypatch: pytest.Mo
     running.ending, running.error, running.kill_at, running.asked_at = "hang", "It hangs.", 1000.0, -NEVER
     while now[0] < 1000.0 + STUCK_S:
         scene.supervisor._enforce_deadlines()
-        assert scene.supervisor._running, "it may still end"
+        assert scene.supervisor._running, "the supervisor still waits for the process to end"
         now[0] += 1.0
     assert sent.count(signal.SIGKILL) > 5
     scene.supervisor._enforce_deadlines()
@@ -209,7 +209,7 @@ def test_a_rank_that_no_signal_ends_has_an_outcome_anyway(monkeypatch: pytest.Mo
     assert (outcome.reason, outcome.signal) == ("hang", "SIGKILL")
     assert outcome.error == "It hangs. Its process cannot be killed: it is stuck in the kernel."
     assert not scene.supervisor._is_busy
-    assert scene.ranks.given_up == scene.running, "what it holds is not free"
+    assert scene.ranks.given_up == scene.running, "the GPU of a process that cannot be killed is not free"
 
 
 def test_a_process_that_reaps_a_rank_does_not_wait_for_another_that_no_signal_ends(
@@ -254,7 +254,7 @@ def test_a_supervisor_leaves_a_rank_that_a_launch_has_taken_over_alone_when_the_
         assert first is not None
         scene.supervisor._note_end(scene.running[0], first)  # the process of the rank may end late
     found = [taken_over.at(number).has(f"{name}.json") for number in (1, 2) for name in ("cancel", "outcome", "handle")]
-    assert not any(found), "it belongs to the other supervisor"
+    assert not any(found), "this supervisor leaves the rank to the other one"
     assert not scene.supervisor._waiting
 
 
@@ -271,7 +271,7 @@ def test_stacks_that_the_store_does_not_take_at_first_are_there_when_it_does(
     running.watch(now, scene.ranks)
     n_asked = scene.store.n_failed
     running.watch(now + 1.0, scene.ranks)
-    assert scene.store.n_failed == n_asked, "a silent store is not asked again at once"
+    assert scene.store.n_failed == n_asked, "a store that does not answer is not asked again at once"
     scene.store.fails = False
     if ends_before:
         scene.end_all()

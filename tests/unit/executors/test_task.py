@@ -118,7 +118,7 @@ def test_an_argument_without_a_placeholder_is_passed_on_as_the_same_object() -> 
     assert filled["deep"] is given["deep"]
     assert filled["mixed"][1] is given["mixed"][1]
     assert filled["mode"] is Mode.FAST
-    assert given["mixed"] == [["${rank}"], ["none"]], "what was given is left as it was"
+    assert given["mixed"] == [["${rank}"], ["none"]], "the caller's argument is not changed"
 
 
 @pytest.mark.parametrize("text", ["nothing to fill in", "${rank}"])

@@ -73,7 +73,7 @@ def one_core() -> Iterator[Path]:
                 return
         finally:
             group.rmdir()
-    pytest.skip("a control group for processors can be made by root alone, where one is mounted")
+    pytest.skip("only root can create a control group for processors, and only if the controller is mounted")
 
 
 def test_a_quota_of_this_machines_kernel_counts(one_core: Path) -> None:

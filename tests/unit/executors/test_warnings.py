@@ -131,7 +131,7 @@ def test_the_first_texts_are_written_at_once_and_later_ones_and_repeats_wait(kep
     kept.now += REPEAT_S
     assert kept.log.write()
     assert kept.log.write(is_last=True)
-    assert kept.store.n_puts == N_AT_ONCE + 2, "what is written is not written again"
+    assert kept.store.n_puts == N_AT_ONCE + 2, "a record without changes is not written again"
 
 
 def test_a_failing_store_is_asked_again_without_an_error(kept: Kept) -> None:
@@ -139,7 +139,7 @@ def test_a_failing_store_is_asked_again_without_an_error(kept: Kept) -> None:
     kept.log.add("kept in memory")
     assert not kept.log.write()
     kept.store.fails = False
-    assert not kept.log.write(), "a moment later it would fail again"
+    assert not kept.log.write(), "the next write waits, because it would fail again"
     kept.now += RETRY_S
     assert kept.log.write()
     assert kept.texts() == ["kept in memory"]
@@ -330,7 +330,7 @@ def test_warnings_of_our_code_are_heard_at_whichever_line_they_point_and_those_o
         "of ours, of any category",
         "of the user, marked",
     ]
-    assert len(shown) == 7, "each is shown as before"
+    assert len(shown) == 7, "each warning is shown as before"
 
 
 def test_records_of_our_loggers_are_heard_from_the_level_of_warnings_on(

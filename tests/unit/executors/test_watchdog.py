@@ -145,7 +145,7 @@ def test_each_state_has_the_limits_of_the_table(
             assert found == []
             continue
         soft_s, killed_s = expected
-        assert soft_s <= found[0][0] <= soft_s + 2.5, "it is reported at the soft limit"
+        assert soft_s <= found[0][0] <= soft_s + 2.5, "the hang is reported at the soft limit"
         assert [at for at, report in found if report.is_kill] == [pytest.approx(killed_s, abs=2.5)]
         assert page.diagnosis, "the rank raises an error before it is killed"
 
@@ -217,7 +217,7 @@ def test_a_report_has_the_observation_the_limit_and_the_remedy(
     page = page_in(state)
     (_, report), *_ = looked(watchdog_of(page, limits, is_active=is_active), page, START + 4 * H)
     assert report.sentence == sentence
-    assert report.stacks is None, "it is not ready"
+    assert report.stacks is None, "the report has no stacks, because they are not ready"
 
 
 @pytest.mark.parametrize(("limits", "ends"), [("auto", False), ("60s", True), ("auto,start=60s", False)])
@@ -250,7 +250,7 @@ def test_a_mark_that_ends_an_idle_time_teaches_it() -> None:
     assert looked(watchdog, page, START + 43) == []
     assert page.longest_idle_s == pytest.approx(40.5)
     following = SharedPage(after=page)
-    assert following.longest_idle_s == pytest.approx(40.5), "the next attempt knows it, too"
+    assert following.longest_idle_s == pytest.approx(40.5), "the page of the next attempt has the idle time, too"
 
 
 def test_a_rank_that_steps_is_not_sampled() -> None:

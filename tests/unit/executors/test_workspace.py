@@ -69,7 +69,9 @@ def test_only_files_that_git_tracks_or_would_track_are_in_the_snapshot(root: Pat
     assert (workspace.n_files, workspace.left_out) == (4, ())
     assert workspace.size_bytes == sum((root / name).stat().st_size for name in workspace.files)
     (root / "train.py").unlink()
-    assert snapshot_workspace(root).files == (".gitignore", "new.py", "pkg/mod.py"), "git still tracks it"
+    assert snapshot_workspace(root).files == (".gitignore", "new.py", "pkg/mod.py"), (
+        "the snapshot has the file that git still tracks"
+    )
 
 
 def test_a_folder_of_a_repository_is_a_workspace_of_its_own(root: Path) -> None:
@@ -161,7 +163,7 @@ def test_links_inside_the_workspace_become_copies_of_their_targets_and_others_ar
     (root / "itself").symlink_to("itself")
     workspace = snapshot_workspace(root)
     assert content(workspace, "link.py") == b"x = 1"
-    assert "loop/train.py" in workspace.files, "a link to the workspace itself ends"
+    assert "loop/train.py" in workspace.files, "a link to the workspace itself is followed only once"
     assert "linked/mod.py" in workspace.files
     assert all(member.isreg() for member in unpacked(workspace).values())
     assert workspace.left_out == (
