@@ -289,8 +289,8 @@ class AttachedState:
         return self._begun_at + step + self.leads[name]
 
     def follow(self, step: int, n_steps: int) -> None:
-        """Step the schedules that follow to the run's step. Log a line if the run continued without the other attached
-        objects.
+        """Step the schedules that follow the run to the run's step. Log a line if the run continued without the other
+        attached objects.
 
         Args:
             step: the run's step.

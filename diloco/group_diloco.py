@@ -356,7 +356,7 @@ class GroupDiLoCo(DiLoCo):
             thing: the object.
             state: the state of the leader's object, and the lead of a schedule. None: this member has its own.
             follow: True if DiLoCo steps the object, which is a schedule.
-            lead: the steps by which a schedule is ahead of the run. None: the object tells it.
+            lead: the steps by which a schedule is ahead of the run. None: the object knows it.
             loads: True: load the saved state of this member.
         """
         attached = self._attached

@@ -189,7 +189,7 @@ class Reducer:
         return self._recover(entry, seal, shard, head)
 
     def _compute_early(self, entry: EntryState, seal: Seal) -> None:
-        """Compute a mean that is not stored, before its head is there.
+        """Compute a mean that is not stored, before its head is stored.
 
         The head decides which contributions are in the mean. Usually these are all of them.
         """

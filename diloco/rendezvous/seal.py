@@ -88,7 +88,7 @@ class SealLog:
         return self._context.store.count_misreads(self._context.keys.seal(entry))
 
     def is_damaged(self, entry: int) -> bool:
-        """Return True if the stored seal counts as damaged for good."""
+        """Return True if the stored seal counts as damaged, and is not read again."""
         return self.misread(entry) >= READ_TRIES
 
     def read_seal_or_none(self, entry: int) -> Seal | None:

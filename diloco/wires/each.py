@@ -1,7 +1,7 @@
 """The mean wire `each`: no mean is stored, and each replica computes it from all contributions.
 
-In memory such a mean has the form of `fp32`. It is never rounded, and it costs no bytes beyond the contributions. So it
-is the smallest choice for few replicas. ADR 0084 has the numbers.
+In memory such a mean has the form of `fp32`. It is never rounded, and it costs no bytes beyond the contributions. So
+few replicas move the fewest bytes with it. ADR 0084 has the numbers.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""The wire `top8`: one value in eight, by its sign alone, with one scale for each chunk of 4096 values.
+"""The wire `top8`: the signs of one value in eight, with one scale for each chunk of 4096 values.
 
 A chunk is sent as the positions of its largest values, in rising order, each with the sign of its value. Positions are
-encoded by the method of Elias and Fano with three low bits: 6 bits for a position and its sign, where a 12-bit index
-and a 2-bit value take 14. The size of a block still follows from its number of values alone.
+encoded by the method of Elias and Fano with three low bits. A position and its sign take 6 bits. A 12-bit index and a
+2-bit value would take 14. The size of a block still follows from its number of values alone.
 
 The values that are not sent are not a rounding error: they are seven eighths of the work. `Wire.keeps` and `Wire.live`
-say what a sender does with them. Three published methods are close to this one: signs with error feedback (Karimireddy
+    decide how much of them a sender keeps, and where. Three published methods are close to this one: signs with error
+    feedback (Karimireddy
 et al., arXiv:1901.09847), sparse contributions with error feedback (Stich et al., arXiv:1809.07599), and SparseLoCo
 (arXiv:2508.15706). ADR 0084 has the measurements that this wire follows.
 """
@@ -27,8 +28,8 @@ SENT = 8
 OVER_RELAXATION = 1.5
 """The scale is this factor times the mean magnitude of the sent values.
 
-The excess returns with the next contribution, as a rest of the opposite sign. From 1 to 1.5 the loss halves, 1.75 is as
-good, 2 is worse, and 2.5 diverges.
+The excess returns with the next contribution, as a rest of the opposite sign. A factor of 1.5 halves the additional
+loss of a factor of 1. 1.75 is as good, 2 is worse, and 2.5 diverges.
 """
 LEAST = np.float32(2.0**-100)
 """A smaller scale becomes zero, because processors round smaller products in different ways."""
@@ -76,7 +77,8 @@ class Top8:
     is_relative = False
     is_sparse = True
     # Two measured constants. A tenth of the rest is given up in each round. Without that, values that are never large
-    # enough to be sent would grow old in the rest, and old work no longer fits the anchor. 0.8 and 0.9 are alike.
+    # enough to be sent would grow old in the rest, and old work no longer fits the anchor. With 0.8 the loss is the
+    # same as with 0.9.
     keeps = 0.9
     # With the whole rest in the live parameters, replicas train too far apart in long runs. With none of it, each
     # replica trains from parameters that lack its own work.
@@ -127,7 +129,8 @@ class Top8:
             acc.fill(0.0)
         total = torch.from_numpy(acc)
         for where, values in sent:
-            # No position occurs twice, so the order of the sums does not matter. numpy takes three times as long.
+            # No position occurs twice, so the order of the sums does not matter. The same sum by numpy takes three
+            # times as long.
             total.index_add_(0, torch.from_numpy(where), torch.from_numpy(values))
 
     def is_finite(self, block: memoryview, n: int) -> bool:

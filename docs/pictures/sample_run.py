@@ -21,7 +21,7 @@ def run_with_a_kill() -> Iterator[Run]:
             run.wait()
     """
     before = os.environ.get("XDG_STATE_HOME")
-    # The page of a run shows the folder and the Git commit of the launch. A checkout's would differ each time.
+    # The page of a run shows the folder and the Git commit of the launch. With a checkout, both would differ each time.
     with tempfile.TemporaryDirectory(prefix="demo-") as folder, contextlib.chdir(folder):
         os.environ["XDG_STATE_HOME"] = folder
         try:

@@ -76,7 +76,7 @@ def most_open_files(most: int) -> int:
     return MOST_OPEN_FILES if most == resource.RLIM_INFINITY or most > MOST_OPEN_FILES else most
 
 
-# -- identity: `ps` has the start as the kernel noted it. psutil moves it when the clock is set.
+# -- identity: `ps` has the start as the kernel noted it. psutil changes it when the clock is set.
 
 
 class _Known(NamedTuple):
@@ -115,7 +115,7 @@ def _start_time(pid: int) -> int | None:
         if _lives(known.process):
             return known.started
         del _known[pid]
-    process = _process(pid)  # before the question, so that a later process of this pid has another identity
+    process = _process(pid)  # before `ps` is asked, so that a later process with this pid is not taken for this one
     found = next((each.started for each in _listed("-p", str(pid))), None)
     if found is not None and process is not None and _lives(process):
         _known[pid] = _Known(process, found)
@@ -272,7 +272,7 @@ def _cpu_s(process: Any) -> float | None:
 def take_sample(root: int, now: float, ignored_threads: Collection[int] = ()) -> ActivitySample | None:
     """Read the counters of a process and its descendants: the processor time, and their states from `ps`.
 
-    macOS shows no counters of threads, of files and of connections to other processes of the user. So an upload that
+    macOS does not show the counters of threads, files and connections to other processes of the user. So an upload that
     needs less than a twentieth of a core looks idle.
 
     Args:
@@ -319,7 +319,7 @@ _last_listing: _Recent | None = None
 def _recent() -> tuple[dict[int, tuple[Any, int]], dict[int, str]]:
     """Return the live processes with their parents, and the states from `ps`, as they were at most half a second ago.
 
-    A supervisor takes samples of many ranks at the same time. A listing for each would make the looks late.
+    A supervisor takes samples of many ranks at the same time. A listing for each rank would delay the samples.
     """
     global _last_listing
     if _last_listing is None or time.monotonic() - _last_listing.at > RECENT_S:
@@ -580,7 +580,7 @@ def die_with_parent() -> None:
 
 
 def children(pid: int) -> list[int]:
-    """List the pids of a process's children, with zombies. [-1]: orphans are not among them, so look for descendants.
+    """Return [-1], because the children of a process are not all of its descendants. Call `descendants` instead.
 
     Args:
         pid: the process.
@@ -614,7 +614,7 @@ def mark_child() -> dict[str, str]:
 
 
 def _own_mark() -> str:
-    # From the kernel, because the environment of Python may be another launcher's by now.
+    # The mark is read from the kernel, because code may have changed the variables of this process since its start.
     return _mark_of(_process(os.getpid()))
 
 
@@ -675,7 +675,7 @@ def _below(
 
 
 def _closure(living: Mapping[int, tuple[Any, int]], roots: set[int], marks: Collection[str]) -> set[int]:
-    """Return some processes with all that their parents, sessions and marks lead to."""
+    """Return some processes, with all processes that descend from them by parents, sessions or marks."""
     found = set(roots)
     for pid, (process, _) in living.items():
         mark = _mark_of(process)

@@ -225,7 +225,7 @@ def _recent(charged: Sequence[Decision], policy: Restarts, now: float) -> Sequen
 def _others(log: Sequence[Decision], ends: Sequence[Outcome], facts: RunFacts) -> dict[int, int]:
     """Return the attempts of other ranks that started together with this one.
 
-    Ranks that have ended for good are not included.
+    Ranks that will not be started again are not included.
     """
     over: set[int] = set()
     decided: dict[int, int] = {}

@@ -125,7 +125,7 @@ class MemberGroup:
 
     @property
     def descriptors(self) -> list[int]:
-        """The descriptors that a forked process must close, except its own one."""
+        """The descriptors that a forked process must close, except for the file of its own member."""
         reserved = [self._reserved.fileno()] if SHARES_PORTS else []
         return [*reserved, *self.end_files] if self.end_files else []
 

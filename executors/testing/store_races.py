@@ -144,7 +144,8 @@ class StoreRaces:
         def create_and_delete(name: int) -> list[str]:
             failed = []
             for index in range(self.n_times):
-                key = f"rounds/7/shards/{name}-{index}"  # the last key of a folder may take the folder with it
+                key = f"rounds/7/shards/{name}-{index}"
+                # with the last key of a folder, a store may also delete the folder
                 if not store.put_if_absent(key, b"x"):
                     failed.append(f"{key} was taken")
                 store.delete(key)

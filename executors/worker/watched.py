@@ -43,7 +43,7 @@ def start_watch(page: SharedPage) -> None:
         return
     _page = page
     signal.signal(HANG_SIGNAL, _raise_hang)
-    page.stacks_file = -1  # until this process has the file; the worker of a command had one before
+    page.stacks_file = -1  # the page may name the file of a command's worker, until this process has its own file
     # some sandboxes have no files in memory; then there are no stacks
     with contextlib.suppress(OSError, AttributeError):
         file = page.stacks_descriptor if page.stacks_descriptor >= 0 else memory_file(STACKS_NAME)
@@ -74,7 +74,8 @@ def be_watched(page: SharedPage) -> bool:
 
     if threading.current_thread() is not threading.main_thread():
         return False
-    # First, so that the worker stops to beat. The supervisor sends no signal until the file of the stacks is there.
+    # This comes first, so that the worker stops its beats. The supervisor sends no signal until the file of the stacks
+    # exists.
     page.watched = os.getpid()
     start_watch(page)
     return True
@@ -112,9 +113,9 @@ def _beat(page: SharedPage) -> None:
             page.watched = 0
         page.beat = monotonic()
         if mine is not None and not _is_file(page.stacks_descriptor, mine):
-            # The supervisor cannot see this from outside. A dump would go into the file that has the number now.
+            # The supervisor cannot see that the descriptor is now another file. A dump would be written into that file.
             page.stacks_file, mine = -1, None
-        if page.tick != ticked_at:  # otherwise the main thread has not made the last call yet
+        if page.tick != ticked_at:  # no new call while the main thread has not made the last one
             ticked_at = page.tick
             add(called, None)
         pause.acquire(timeout=BEAT_S)

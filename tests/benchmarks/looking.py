@@ -95,7 +95,8 @@ def _requests(name: str, title: str, samples: list[dict[str, int]], goals: Mappi
 
 
 def launch(cloud: Cloud, n: int) -> tuple[Any, dict[str, int]]:
-    """Launch n replicas as if they had begun. Return the run as another process finds it, and its cost."""
+    """Launch n replicas whose records show that they have begun. Return the run as another process finds it, and its
+    cost."""
     import executors
     from executors.store.records import to_bytes
 

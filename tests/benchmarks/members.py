@@ -1,4 +1,4 @@
-"""Replicas of several processes, beside torchrun: restart, launch, memory, a step, a cancel (P1 to P6)."""
+"""Replicas of several processes, compared with torchrun: restart, launch, memory, a step, a cancel (P1 to P6)."""
 
 from __future__ import annotations
 

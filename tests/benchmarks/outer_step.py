@@ -33,7 +33,7 @@ def outer_step(options: Options) -> list[Comparison]:
 
 
 def memory_beside(options: Options) -> list[Comparison]:
-    """W10: the same model, with background rounds."""
+    """W10: the memory of background rounds, for the same model."""
     shape = TOY if options.quick else USUAL
     settings = {"wire": "int8", "overlap_steps": 1, "merge": "carry"}
     found = {

@@ -100,7 +100,7 @@ def test_what_a_replica_leaves_behind_ends_with_it(mac: MacFolder, tmp_path: Pat
 def test_without_psutil_local_replicas_are_refused_with_one_sentence(
     mac: MacFolder, state_home: Path, tmp_path: Path
 ) -> None:
-    """A client needs no psutil, and one replica in this process neither."""
+    """A client and the backend `inline` need no psutil."""
     told = mac.replicas("launch", "job.py:main", "--n", 2, environ={"AS_MAC_LACKS": "psutil"})
     assert (told.code, told.stdout, told.stderr) == (2, "", REFUSED)
     assert [path for path in state_home.rglob("*") if path.is_file() and path.parent.name != ".preparing"] == []

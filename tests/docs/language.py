@@ -109,7 +109,7 @@ class Sentence:
 
 
 STAND_IN = "ⵣ"  # a letter that no text here has, so that a piece of code counts as one word
-FILE = "ⵥ"  # in place of the name of a document, which may say something
+FILE = "ⵥ"  # in place of the name of a document, which may be the subject of a sentence
 VALUE = "ⵤ"  # in place of a value in an f-string
 WORD = re.compile(r"[^\s—–/]*\w[^\s—–/]*")
 SPECIAL = re.compile(

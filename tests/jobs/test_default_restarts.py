@@ -91,7 +91,7 @@ def test_a_preempted_rank_of_a_detached_run_comes_back_when_a_user_watches_with_
 
 
 def restarts_nothing(environ: Mapping[str, str]) -> bool:
-    """Return True if the supervisor in a container restarts nothing, by what its environment holds."""
+    """Return True if the supervisor in a container with this environment restarts nothing."""
     settings = Settings.parse(environ[SETTINGS].encode(), SETTINGS)
     policy = Restarts.of(supervised(settings.restarts))
     return policy is None or policy.nothing

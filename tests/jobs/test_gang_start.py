@@ -77,7 +77,8 @@ def test_a_job_whose_answer_was_lost_and_that_is_listed_late_is_not_doubled(mach
 
 
 def doubled(machines: Machines, n_looks: int = 1000) -> Run:
-    """Launch two ranks at a service that loses an answer, and lists that rank's job only after some looks."""
+    """Launch two ranks at a service that loses an answer. The service lists the job of that rank only after some
+    requests."""
     looks: list[Any] = []
 
     def hides(key: Any) -> int:

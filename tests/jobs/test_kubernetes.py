@@ -164,7 +164,8 @@ def test_a_run_is_found_by_one_list_and_so_are_64_ranks(k8s: ApiServer, service:
 
 
 def test_ranks_that_start_together_end_each_by_itself(k8s: ApiServer, service: KubernetesJobs) -> None:
-    """Of one Job: a success, a failure, a kill for memory, an eviction, a drained node, a limit, and one that stays."""
+    """The ranks of one Job end in different ways: success, failure, kill for memory, eviction, drained node, limit. One
+    rank does not end."""
     scripts = ["true", "exit 7", *[SLEEP] * 5]
     jobs = [job(script, rank) for rank, script in enumerate(scripts)]
     ids = service.start_jobs([replace(each, command=(*each.command[:2], script_of(scripts)), env={}) for each in jobs])

@@ -1,6 +1,6 @@
 """Tests requests to Modal, and how its refusals, answers and failures are read, on both of the SDK's back ends.
 
-Without a GPU a sandbox goes to the newer back end, with one to the older.
+The newer back end has the sandboxes without a GPU, and the older one has those with a GPU.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("quick_tries")
 
 @pytest.fixture(autouse=True)
 def _no_machines(machines: Machines) -> None:
-    """Jobs are taken and do not start: what is reported of them is enough here."""
+    """The service accepts jobs but does not start them, because these tests need only their states."""
     machines.is_held = True
 
 

@@ -43,7 +43,7 @@ def folder(machines: Machines, tmp_path: Path) -> Path:
 
 @contextmanager
 def waiting(run: Run) -> Iterator[None]:
-    """Wait for a run in a thread, as its launcher does: it restarts what has ended."""
+    """Wait for a run in a thread, as its launcher does, which restarts ended ranks."""
     thread = threading.Thread(target=run.wait, args=(120,))
     thread.start()
     try:

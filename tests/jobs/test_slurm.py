@@ -44,7 +44,7 @@ def job_of(run: Run, rank: int) -> str:
 
 
 def group_of(run: Run) -> str:
-    """Name the jobs that a launch started."""
+    """Return the names of the jobs that a launch started."""
     return JobKey(view_of(run).store.url, run.run_id, 0, 0, launched_at=view_of(run).record.created_at).group
 
 

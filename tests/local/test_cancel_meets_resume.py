@@ -1,4 +1,4 @@
-"""A cancel wins over a resume that is under way; a resume that comes after it wins over the cancel."""
+"""A cancel stops a resume that is under way. A resume after the cancel starts the ranks again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fail_once(folder: str) -> str:
 
 
 class CancelledInAResume(LocalProcessExecutor):
-    """Cancels the run from elsewhere, once, when a resume launches."""
+    """Cancels the run once, like another process, while a resume launches."""
 
     is_armed: ClassVar[bool] = False
 

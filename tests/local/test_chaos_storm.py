@@ -49,7 +49,7 @@ def strike(run: Run, orders: Path, rank: int, kind: str) -> bool:
     if claim is None or claim.pid is None or not lives(claim):
         return False
     if kind == "SIGSTOP" and ((beat := attempt.beat()) is None or not beat.reported):
-        return False  # before its first mark it may take ten times as long
+        return False  # before its first mark, a rank may take ten times as long as between two marks
     if kind in ("SIGKILL", "SIGSTOP"):
         os.kill(claim.pid, signal.Signals[kind])
     else:

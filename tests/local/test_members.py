@@ -1,4 +1,4 @@
-"""Replicas of several processes: `procs`."""
+"""Tests replicas of several processes, which the setting `procs` starts."""
 
 from __future__ import annotations
 

@@ -89,7 +89,8 @@ def folder_of_no_encoding(here: Surroundings) -> None:
 
 
 def empty_environment(here: Surroundings) -> None:
-    # Without HOME and PATH, too. The other variables are for the test: the folder of runs, and the owner of processes.
+    # HOME and PATH are not set either. The other variables are for the test: the folder of runs, and the owner of
+    # processes.
     here.environ = {name: here.environ[name] for name in ("XDG_STATE_HOME", MARK)}
 
 
@@ -99,7 +100,7 @@ def ignored_signals(here: Surroundings) -> None:
 
 
 def modules_of_every_name(here: Surroundings) -> None:
-    # In the replicas alone: the launching script is the user's, and finds the user's modules first, as Python has it.
+    # Only replicas are tested. The launching script belongs to the user, so Python finds the user's modules first.
     here.flags = ["-P"]
     here.folder.mkdir(parents=True)
     for name in ("logging", "random", "types", "executors", "numpy", "tenacity", "cloudpickle"):

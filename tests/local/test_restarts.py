@@ -122,7 +122,8 @@ def test_a_crash_loop_ends(
 
 
 def test_two_ranks_that_crash_alike_before_any_progress_stop_the_run(local: LocalProcessExecutor) -> None:
-    """The first end waits a second for another rank's. On a busy machine that comes later, and one restart precedes."""
+    """The decision about the first end waits a second for the end of another rank. On a busy machine that end comes
+    later, after one restart."""
     run = over(started(local, end_always, 3, f"9,{QUICK}", kinds=["exit", "exit", "hang"]))
     *before, last = [f"{entry.kind} {entry.why}".strip() for entry in decisions(run)]
     assert last == "stop deterministic"

@@ -1,4 +1,4 @@
-"""The floors of `executors`. A room imports only from lower floors."""
+"""The floors of `executors`: the order of its folders and files (rooms). A room imports only from lower floors."""
 
 from __future__ import annotations
 
@@ -19,4 +19,4 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("launcher", "backends"),
     ("cli", "testing", ""),
 )
-"""The rooms of `executors` from the ground up; "" is `executors/__init__.py`."""
+"""The rooms of `executors`, the lowest floor first. "" is `executors/__init__.py`."""

@@ -226,7 +226,7 @@ def beside() -> Subject:
 
 
 def large(n_rows: int = 2000) -> Subject:
-    """64 replicas, each with `n_rows` reports. Rank 17 is slow, and rank 40 dies for good."""
+    """64 replicas, each with `n_rows` reports. Rank 17 is slow, and rank 40 dies and never comes back."""
     scene = Scene(n=64, rounds=n_rows // 50, inner=50, slow={17: 1.2}, killed={40: (60 * n_rows // 10_000,)})
     return made_up(scene, "vast-heron-90c1")
 

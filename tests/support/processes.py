@@ -26,8 +26,8 @@ def left_over(before: set[int], within_s: float) -> dict[int, str]:
     This process's zygote may stay: there is one for each launcher process, and it ends with it.
 
     Args:
-        before: All pids at the start. Only a new process can be left over, so no environment of an old one is read:
-            that would take thousandths of a second for each of thousands of tests.
+        before: All pids at the start. Only a new process can be left over, so the environments of old ones are not
+            read. Reading them would take a millisecond in each of thousands of tests.
         within_s: How long to wait, in seconds.
     """
     deadline = time.monotonic() + within_s

@@ -82,8 +82,8 @@ def walk_of_a_round(traced: int, options: dict[str, Any]) -> dict[str, Any]:
     Then `StaleCopies` has no suspicion, and its search for copies of the weights does not begin.
 
     Args:
-        traced: the number of the round, from 1. All steps from the one after the round before are traced.
-        options: for `DiLoCo`, beside 20 inner steps per round and five rounds.
+        traced: the number of the round, from 1. All steps after the previous round are traced.
+        options: for `DiLoCo`, besides 20 inner steps per round and five rounds.
     """
     torch.set_num_threads(1)
     walk, model = Walk(), nn.Linear(8, 8)

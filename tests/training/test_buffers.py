@@ -29,7 +29,7 @@ def statistics(model: nn.BatchNorm1d) -> Tensor:
 
 
 def see(model: nn.BatchNorm1d, variances: Tensor, batches: int = 1) -> None:
-    """Show the model batches of these variances, which changes its statistics."""
+    """Give the model batches with these variances, which changes its statistics."""
     model.train()
     for _ in range(batches):
         model(torch.randn(64, len(variances)) * variances.sqrt())

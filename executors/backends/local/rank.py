@@ -140,7 +140,8 @@ def become_supervisor(launch: LocalLaunch, launcher_end: int, reply: int) -> NoR
 
 
 def _look_at(launch: LocalLaunch) -> Callable[[], bool] | None:
-    """Return a function that looks whether the launcher is alive. None: its descriptor shows its end for certain.
+    """Return a function that checks whether the launcher is alive. None: the descriptor of the launcher shows its end
+    for certain.
 
     Without pidfds, a process that the launcher has forked keeps the launcher's lifeline open.
     """

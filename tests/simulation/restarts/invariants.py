@@ -151,7 +151,7 @@ class LogChecker:
         return [other for other in range(len(self.ranks)) if other != rank]
 
     def _check_together(self, index: int, entry: Decision) -> None:
-        """Check that a restart of all ranks names every rank that has not ended for good."""
+        """Check that a restart of all ranks names every rank that may still be started."""
         ends = self.simulation.store.ends
         for rank in self._but(entry.rank or 0):
             is_over = any(key[0] == rank and end.status is not ReplicaStatus.FAILED for key, end in ends.items())
