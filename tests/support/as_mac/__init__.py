@@ -52,6 +52,7 @@ def environment_as_mac(environ: Mapping[str, str], proc: Path) -> dict[str, str]
         **environ,
         "AS_MAC": "1",
         "AS_MAC_PROC": str(proc),
+        "AS_MAC_PYTHON": sys.executable,
         "PYTHONPATH": os.pathsep.join(paths),
         "PATH": f"{HERE / 'bin'}{os.pathsep}{environ['PATH']}",
     }
