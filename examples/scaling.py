@@ -1,0 +1,463 @@
+"""Measures how DiLoCo scales with the size of the model. It makes docs/results/scaling.json.
+
+    python examples/scaling.py --lines scaling.jsonl --sizes 0.14M 1M               # 36 runs, about 5 hours of a core
+    python examples/scaling.py --lines scaling.jsonl --sizes 10M --replicas 4 --inner-steps 50
+    python examples/scaling.py --lines scaling.jsonl --write docs/results/scaling.json --no-more
+
+Each run trains a byte-level transformer on Python sources of this machine. A run is one replica alone, data-parallel
+training on the batches of N replicas, or DiLoCo with its default outer settings. All see the same number of tokens for
+each replica, and the held-out loss is measured a dozen times.
+
+One process plays all replicas of a run: they take turns, and exchange averages by `DiLoCo` in the memory of the
+process. Each finished run is one line of the file that `--lines` names. A run that is interrupted continues at its last
+checkpoint, in the file beside it. The wires keep a rest of what they have rounded. After an interruption the rest is
+zero, so a line has the number of interruptions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_128
+
+from diloco import DiLoCo
+from diloco.demo import ByteTransformer
+from executors.store import MemoryStore
+
+Way = Literal["alone", "data-parallel", "diloco"]
+CORPUS_BYTES, SMALLEST_FILE, HELD_OUT = 80 << 20, 1 << 10, 50
+"""The bytes of text to read, the bytes of a file to read, and N: one of N files is held out."""
+BATCH = 8  # windows in a batch of one replica
+WARMUP, FLOOR = (
+    0.05,
+    0.1,
+)  # the share of steps in which the learning rate rises, and the share of it that is left at the end
+N_EVALUATIONS = 12
+SAVE_EVERY_S = 120.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and its plan.
+
+    Attributes:
+        width: features of each byte.
+        layers: the number of layers.
+        heads: heads of the attention.
+        context: bytes that a prediction can see.
+        rate: the highest learning rate of AdamW.
+        steps: inner steps of each replica.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    context: int
+    rate: float
+    steps: int
+
+    def model(self, seed: int) -> ByteTransformer:
+        """Return the model with the parameters that a seed gives."""
+        torch.manual_seed(seed)
+        return ByteTransformer(self.width, self.layers, self.heads, self.context)
+
+
+SIZES = {
+    "0.14M": Size(64, 2, 2, 64, 3e-3, 1000),
+    "1M": Size(128, 5, 4, 128, 2e-3, 1000),
+    "10M": Size(320, 8, 5, 128, 1e-3, 600),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run.
+
+    Attributes:
+        size: the name of the model's size.
+        way: one replica alone, data-parallel training, or DiLoCo.
+        n: the number of replicas.
+        inner_steps: steps from one round to the next. 0: there are no rounds.
+        wire: the encoding of contributions. Empty: there are no rounds.
+        seed: the seed of the model and of the batches.
+        steps: inner steps of each replica.
+    """
+
+    size: str
+    way: Way
+    n: int
+    inner_steps: int
+    wire: str
+    seed: int
+    steps: int
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(value) for value in asdict(self).values() if value not in ("", 0)).replace(",", "_")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The result of a run.
+
+    Attributes:
+        plan: the run.
+        n_parameters: parameters of the model.
+        tokens: bytes that all replicas together have trained on.
+        curve: the step and the loss on the held-out text, in nats per byte.
+        bytes_up: bytes that one replica has sent.
+        bytes_down: bytes that one replica has read.
+        cpu_s: seconds of processor time.
+        interruptions: how often the run continued from a checkpoint.
+        corpus: a digest of the text.
+        machine: the processor and the versions.
+    """
+
+    plan: Plan
+    n_parameters: int
+    tokens: int
+    curve: list[tuple[int, float]]
+    bytes_up: int
+    bytes_down: int
+    cpu_s: float
+    interruptions: int
+    corpus: str
+    machine: str
+
+    @property
+    def loss(self) -> float:
+        return self.curve[-1][1]
+
+
+# -- the text ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The text of the runs.
+
+    Attributes:
+        files: the bytes to train on, one array of uint8 for each file.
+        held_out: the bytes to evaluate on.
+        digest: a digest of all bytes.
+    """
+
+    files: tuple[Tensor, ...]
+    held_out: Tensor
+    digest: str
+
+    def share(self, rank: int, n: int) -> Tensor:
+        """Return the bytes of one of n replicas."""
+        return torch.cat(self.files[rank::n])
+
+
+@cache
+def corpus(limit: int = CORPUS_BYTES) -> Corpus:
+    """Read Python sources: the standard library first, then installed packages. Equal files are read once.
+
+    Args:
+        limit: the number of bytes after which no more files are read.
+    """
+    files: dict[int, Tensor] = {}
+    total = 0
+    library = Path(sysconfig.get_path("stdlib"))
+    of_library = [path for path in sorted(library.rglob("*.py")) if "site-packages" not in path.parts]
+    for path in [*of_library, *sorted(Path(sysconfig.get_path("purelib")).rglob("*.py"))]:
+        content = path.read_bytes()
+        digest = xxh3_128(content).intdigest()
+        if len(content) >= SMALLEST_FILE and digest not in files:
+            files[digest] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            total += len(content)
+        if total >= limit:
+            break
+    digests = sorted(files)  # in this order, all shares have all kinds of files
+    held_out = digests[::HELD_OUT]
+    training = [digest for digest in digests if digest not in {*held_out}]
+    name = xxh3_128(b"".join(digest.to_bytes(16, "big") for digest in digests)).hexdigest()
+    return Corpus(tuple(files[each] for each in training), torch.cat([files[each] for each in held_out]), name)
+
+
+def windows(text: Tensor, count: int, context: int, generator: torch.Generator) -> Tensor:
+    """Return random windows of context + 1 bytes of a text: (count, context + 1)."""
+    starts = torch.randint(len(text) - context, (count,), generator=generator)
+    return torch.stack([text[start : start + context + 1] for start in starts.tolist()]).long()
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+class Learner:
+    """A model with its AdamW, and a stream of batches for each share that it trains on.
+
+    Args:
+        plan: the run.
+        ranks: the replicas whose batches it trains on.
+    """
+
+    def __init__(self, plan: Plan, ranks: Sequence[int]) -> None:
+        self.plan, self.size = plan, SIZES[plan.size]
+        self.model = self.size.model(plan.seed)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), self.size.rate, foreach=True)
+        self.texts = [corpus().share(rank, plan.n) for rank in ranks]
+        self.generators = [torch.Generator().manual_seed(1000 * plan.seed + rank) for rank in ranks]
+
+    def step(self, step: int) -> None:
+        """Make one inner step on one batch of each of its replicas."""
+        plan, size = self.plan, self.size
+        warmup = max(1, round(WARMUP * plan.steps))
+        cosine = FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / plan.steps)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = size.rate * min(1.0, (step + 1) / warmup) * cosine
+        for text, generator in zip(self.texts, self.generators, strict=True):
+            loss = self.model.loss(windows(text, BATCH, size.context, generator)) / len(self.texts)
+            loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        """Return all that a later process needs to continue."""
+        generators = [generator.get_state() for generator in self.generators]
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "generators": generators}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from the state of an earlier process."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for generator, bits in zip(self.generators, state["generators"], strict=True):
+            generator.set_state(bits)
+
+
+class Checkpoint:
+    """The file from which an interrupted run continues.
+
+    Args:
+        path: the file. None: nothing is kept.
+        every_s: the least number of seconds between two checkpoints.
+    """
+
+    def __init__(self, path: Path | None, every_s: float) -> None:
+        self.path, self.every_s = path, every_s
+        self.saved_at = time.monotonic()
+
+    def read(self) -> dict[str, Any] | None:
+        """Return the newest state. None: the run begins."""
+        if self.path is None or not self.path.exists():
+            return None
+        found: dict[str, Any] = torch.load(self.path, weights_only=True)
+        return found
+
+    @property
+    def is_due(self) -> bool:
+        return self.path is not None and time.monotonic() - self.saved_at > self.every_s
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Replace the file."""
+        assert self.path is not None
+        part = self.path.with_suffix(".part")
+        torch.save(state, part)
+        os.replace(part, self.path)
+        self.saved_at = time.monotonic()
+
+    def remove(self) -> None:
+        """Remove the file of a run that has ended."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+
+def held_out_loss(model: ByteTransformer) -> float:
+    """Return the loss on the held-out text, in nats per byte. Each call uses the same 512 windows."""
+    picked = windows(corpus().held_out, 512, model.context, torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        losses = [model.loss(part).item() for part in torch.split(picked, 32)]
+    return sum(losses) / len(losses)
+
+
+def train(plan: Plan, folder: Path | None = None, save_every_s: float = SAVE_EVERY_S) -> Trained:
+    """Carry out a run.
+
+    Args:
+        plan: the run.
+        folder: the folder of the checkpoint. None: an interrupted run begins again.
+        save_every_s: the least number of seconds between two checkpoints.
+    """
+    torch.set_num_threads(1)
+    checkpoint = Checkpoint(None if folder is None else folder / f"{plan.name}.pt", save_every_s)
+    kept = checkpoint.read() or {}
+    first, before_s = kept.get("step", 0), kept.get("cpu_s", 0.0)
+    curve = [(int(step), float(loss)) for step, loss in kept.get("curve", [])]
+    moved = [int(value) for value in kept.get("moved", [0, 0])]
+    interruptions = kept.get("interruptions", -1) + 1
+    groups = [[rank] for rank in range(plan.n)] if plan.way == "diloco" else [[*range(plan.n)]]
+    learners = [Learner(plan, ranks) for ranks in groups]
+    for learner, state in zip(learners, kept.get("learners", []), strict=False):
+        learner.load(state)
+    evaluated = SIZES[plan.size].model(plan.seed)
+    every = max(1, plan.steps // N_EVALUATIONS)
+    began_s = time.process_time()
+    store = MemoryStore()
+    for key, data in kept.get("objects", {}).items():
+        store.put(key, data.numpy().tobytes())
+    with ThreadPoolExecutor(plan.n) as at_once:  # in a round, replicas wait for each other
+        replicas: list[DiLoCo] = []
+        if plan.way == "diloco":
+            wire, _, mean = plan.wire.partition(",")
+            shared: dict[str, Any] = {
+                "inner_steps": plan.inner_steps,
+                "total_steps": plan.steps,
+                "wire": wire,
+                "mean_wire": mean or None,
+                "store": store,
+                "run_id": "scaling",
+                "world_size": plan.n,
+            }
+            replicas = list(at_once.map(lambda rank: DiLoCo(learners[rank].model, rank=rank, **shared), range(plan.n)))
+            assert all(each.inner_step == first for each in replicas), [each.inner_step for each in replicas]
+        due = min(curve[-1][0] + every, plan.steps) if curve else 0
+        for step in range(first, plan.steps + 1):
+            is_boundary = not replicas or step % plan.inner_steps == 0 or step == plan.steps
+            if step >= due and is_boundary:
+                averaged = replicas[0].anchor() if replicas else learners[0].model.state_dict()
+                evaluated.load_state_dict(averaged, strict=False)
+                curve.append((step, held_out_loss(evaluated)))
+                due = min(step + every, plan.steps)
+            if step == plan.steps:
+                break
+            if is_boundary and checkpoint.is_due:
+                objects = {
+                    entry.key: torch.frombuffer(bytearray(store.get(entry.key)), dtype=torch.uint8)
+                    for entry in store.list("")
+                    if entry.size_bytes
+                }
+                checkpoint.write({
+                    "step": step,
+                    "cpu_s": before_s + time.process_time() - began_s,
+                    "curve": curve,
+                    "moved": moved,
+                    "interruptions": interruptions,
+                    "learners": [learner.state() for learner in learners],
+                    "objects": objects,
+                })  # fmt: skip
+            for learner in learners:
+                learner.step(step)
+            for report in at_once.map(DiLoCo.step, replicas):
+                if report is not None:
+                    assert len(report.ranks) == plan.n, f"a replica is not in the round: {report}"
+                    moved[0] += report.bytes_up
+                    moved[1] += report.bytes_down
+        list(at_once.map(DiLoCo.close, replicas))
+    checkpoint.remove()
+    return Trained(
+        plan=plan,
+        n_parameters=sum(p.numel() for p in evaluated.parameters()),
+        tokens=plan.n * plan.steps * BATCH * SIZES[plan.size].context,
+        curve=curve,
+        bytes_up=moved[0] // plan.n,
+        bytes_down=moved[1] // plan.n,
+        cpu_s=round(before_s + time.process_time() - began_s, 1),
+        interruptions=interruptions,
+        corpus=corpus().digest,
+        machine=machine(),
+    )
+
+
+def machine() -> str:
+    """Return the processor and the versions, for the results."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{processor or platform.processor() or platform.machine()}, Python {platform.python_version()}, " + (
+        f"torch {torch.__version__}"
+    )
+
+
+# -- the grid ----------------------------------------------------------------------------------------------------------
+
+
+def grid(chosen: argparse.Namespace) -> Iterator[Plan]:
+    """Yield the runs that the options choose: runs without rounds first, and all wires for one number of replicas."""
+    for seed in range(chosen.seeds):
+        for size in chosen.sizes:
+            steps = chosen.steps or SIZES[size].steps
+            yield Plan(size, "alone", 1, 0, "", seed, steps)
+            for n in chosen.replicas:
+                yield Plan(size, "data-parallel", n, 0, "", seed, steps)
+            for n in chosen.replicas:
+                for inner_steps in chosen.inner_steps:
+                    wires = chosen.wires if (n, inner_steps) == (chosen.wires_n, chosen.wires_inner_steps) else ["fp32"]
+                    for wire in wires:
+                        yield Plan(size, "diloco", n, inner_steps, wire, seed, steps)
+
+
+def read_lines(path: Path) -> dict[Plan, Trained]:
+    """Return the finished runs of a file with one run in each line."""
+    found = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        row = json.loads(line)
+        plan = Plan(**row.pop("plan"))
+        curve = [(int(step), float(loss)) for step, loss in row.pop("curve")]
+        found[plan] = Trained(plan=plan, curve=curve, **row)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Measure how DiLoCo scales with the size of the model.")
+    parser.add_argument(
+        "--lines", type=Path, required=True, metavar="FILE", help="the finished runs, one line for each"
+    )
+    parser.add_argument("--sizes", nargs="+", default=[*SIZES], choices=[*SIZES], help="default: all")
+    parser.add_argument("--replicas", nargs="+", type=int, default=[2, 4, 8], metavar="N", help="default: 2, 4 and 8")
+    parser.add_argument(
+        "--inner-steps", nargs="+", type=int, default=[10, 50, 200], metavar="H", help="default: 10, 50 and 200"
+    )
+    parser.add_argument(
+        "--wires",
+        nargs="+",
+        default=["fp32", "int8", "int4", "top8", "top8,each"],
+        metavar="WIRE",
+        help="wires at --wires-n and --wires-inner-steps, the wire of the means after a comma; default: all",
+    )
+    parser.add_argument("--wires-n", type=int, default=4, metavar="N", help="default: 4")
+    parser.add_argument("--wires-inner-steps", type=int, default=50, metavar="H", help="default: 50")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 to N - 1; default: 1")
+    parser.add_argument("--steps", type=int, metavar="N", help="inner steps of each replica; default: by size")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at a time; default: 1")
+    parser.add_argument("--no-more", action="store_true", help="start no run")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write all finished runs to this file")
+    chosen = parser.parse_args(arguments)
+    found = read_lines(chosen.lines)
+    left = [] if chosen.no_more else [plan for plan in grid(chosen) if plan not in found]
+    if left and (others := {run.corpus for run in found.values()} - {corpus().digest}):
+        sys.exit(f"{chosen.lines} has runs on another text ({', '.join(others)}). Choose another file for --lines.")
+    if left:
+        folder = chosen.lines.with_suffix(".checkpoints")
+        folder.mkdir(exist_ok=True)
+        with ProcessPoolExecutor(chosen.processes, get_context("spawn")) as pool:
+            for done in as_completed([pool.submit(train, plan, folder) for plan in left]):
+                run = done.result()
+                found[run.plan] = run
+                with chosen.lines.open("a") as file:
+                    file.write(json.dumps(asdict(run)) + "\n")
+                print(f"{run.plan.name}: {run.loss:.4f} in {run.cpu_s:.0f} s", file=sys.stderr, flush=True)
+    if chosen.write is not None:
+        runs = [asdict(run) for _, run in sorted(found.items(), key=lambda pair: pair[0].name)]
+        chosen.write.write_text(json.dumps(runs, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
