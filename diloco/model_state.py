@@ -39,6 +39,7 @@ from diloco.wires import wire_named
 from diloco.wires.wire import BLOCK_ELEMENTS, Pieces, blocks_of, decoded, square_of
 
 
+# More than 20 methods: `TrainingState` has 17 of them, and each wraps one access to the same tensors and buffers.
 class ModelState:
     """The state of a torch model, behind the interface `TrainingState` that the rendezvous uses.
 

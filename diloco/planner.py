@@ -372,7 +372,6 @@ def round_cost(workload: Workload, choice: Choice) -> RoundCost:
     else:
         part = _largest_shard(elements, n) if is_stored else 1.0
         up, down = elements * (w + part * v), elements * ((n - 1) * part * w + (1 - part) * v)
-        down += 0 if is_stored else elements * w / n  # one replica also reads its own contribution
         link_s = up / link.up + down / link.down
         requests = REQUESTS_IN_TURN["sharded"]
     requests_s = requests * link.latency_s

@@ -26,6 +26,8 @@ from diloco.rendezvous.round import Context, EntryState, ShardRange, owners
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+MOST_RETRY_S = 60.0
+"""The longest time, in seconds, between two tries to compute a mean whose inputs could not be used."""
 
 
 class InputGoneError(Exception):
@@ -205,9 +207,9 @@ class Reducer:
         """Let this replica read its own contribution from the store, because its head decides for all replicas.
 
         The contribution in its memory is intact. If the stored one is damaged, all other replicas need a mean without
-        it.
+        it. A store that checks uploads has accepted the bytes that are in memory, so reading them would waste traffic.
         """
-        if 0 not in entry.overwritten:
+        if 0 not in entry.overwritten and not self._store.checks_uploads:
             entry.overwritten.add(0)
             entry.computed = None
 
@@ -221,6 +223,9 @@ class Reducer:
         """
         found = entry.computed
         if found is None or found[0] != stored:
+            if self._context.clock() < entry.retry_s:
+                entry.blocked = self._keys.mean(entry.index, 0)
+                return None
             counted = {rank: member for rank, member in seal.replicas.items() if rank not in stored.left_out}
             try:
                 found = self._compute(entry, replace(seal, replicas=counted), 0)
@@ -228,6 +233,7 @@ class Reducer:
                 found = None
         if found is None or found[0].blocks != stored.blocks or not {*found[0].left_out} <= {*stored.left_out}:
             entry.blocked = self._keys.mean(entry.index, 0)
+            self._retry_later(entry)
             return None
         entry.left_out.update(stored.left_out)
         entry.clipped.update(stored.clipped)
@@ -240,13 +246,26 @@ class Reducer:
             stored: the head of the stored shard. None: the head is damaged, too.
         """
         head: MeanHead | None = None
+        entry.blocked = self._keys.mean(entry.index, shard)
+        if self._context.clock() < entry.retry_s:
+            return None
         with suppress(InputGoneError):
             head, payload = self._compute(entry, seal, shard)
         if head is None or (stored is not None and stored != head):
             # An input was deleted or damaged later, or the processor of the writer adds in another order.
-            entry.blocked = self._keys.mean(entry.index, shard)
+            self._retry_later(entry)
             return None
+        entry.blocked = None
         return payload
+
+    def _retry_later(self, entry: EntryState) -> None:
+        """Plan the next try to compute a mean whose inputs could not be used.
+
+        Each try reads all inputs. If an input is damaged in the store, only a later snapshot helps. Without a pause,
+        this replica would read all of them again in each look, until that snapshot exists.
+        """
+        entry.retry_pause_s = min(max(self._context.limits.takeover_after_s, 2 * entry.retry_pause_s), MOST_RETRY_S)
+        entry.retry_s = self._context.clock() + entry.retry_pause_s
 
     def _recover_small(self, entry: EntryState, seal: Seal) -> memoryview | None:
         """Compute the damaged mean of a seal again from its inputs. The digest in the seal proves the result."""
@@ -332,7 +351,9 @@ class Reducer:
             except BadInputError as bad:
                 tries[bad.rank] = tries.get(bad.rank, 0) + 1
                 if tries[bad.rank] >= READ_TRIES:
-                    log.warning("%s The mean of round %s does not include it.", bad, entry.index + 1)
+                    if bad.rank not in entry.warned:
+                        entry.warned.add(bad.rank)
+                        log.warning("%s The mean of round %s does not include it.", bad, entry.index + 1)
                     del members[bad.rank]
 
     def _input(self, entry: EntryState, seal: Seal, rank: int, shard: int) -> ShardInput:
@@ -356,7 +377,9 @@ class Reducer:
         key = self._keys.contribution(entry.index, rank)
         start = entry.layout.head_bytes + part.start
         # the reduction copies the memory
-        data = self._store.peek(key, start=start, size=part.size_bytes, is_copied=True)
+        # a directory still has the bytes of this process in the memory of this machine
+        moves = rank != self._me.rank or not self._store.streams
+        data = self._store.peek(key, start=start, size=part.size_bytes, moves=moves, is_copied=True)
         if data is None:
             raise InputGoneError
         if len(data) != part.size_bytes:

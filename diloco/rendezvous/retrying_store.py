@@ -23,6 +23,7 @@ from executors.errors import KeyNotFoundError, StoreError
 from executors.patience import ROUND, Outage, OutageTolerance, Waits
 from executors.store import Data, MemoryStore, Produce, Store, StreamingStore
 from executors.store.file import FileStore
+from executors.store.protocol import CheckingStore
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,8 @@ class RetryingStore:
         """True if the store can write an object while its content is being computed."""
         self.maps = self.streams and not copies
         """True if a streamed object can be read again without using memory."""
+        self.checks_uploads = isinstance(store, CheckingStore) and store.checks_uploads
+        """True if an acknowledged object has the bytes that were sent."""
 
     def peek(
         self, key: str, *, start: int = 0, size: int | None = None, moves: bool = True, is_copied: bool = False
@@ -117,8 +120,8 @@ class RetryingStore:
             key: the key of the object.
             start: the first byte of the range.
             size: the size of the range. None: to the end of the object.
-            moves: True: count the bytes as read. False is for an object that this process has streamed before: its
-                bytes are still in the memory of this machine.
+            moves: True: count the bytes as read. False is for an object that this process has written into a directory
+                before: its bytes are still in the memory of this machine.
             is_copied: True if the caller copies the data piece by piece before it checks them.
         """
         asked_s = self._clock()

@@ -428,6 +428,12 @@ class EntryState:
     """True if this replica was outvoted in this entry, and has taken the state from the log again."""
     blocked: str | None = None
     """The key of an object that the mean needs and that was missing or damaged at the last look. None: no object."""
+    retry_s: float = 0.0
+    """The time from which this replica may compute the mean again after inputs could not be used."""
+    retry_pause_s: float = 0.0
+    """The seconds from the last such try to the next one."""
+    warned: set[int] = field(default_factory=set)
+    """The ranks whose bad input this replica has reported."""
     ask_s: float = 0.0
     """The time of the next check which owners of shards have left."""
     turn_s: float = 0.0

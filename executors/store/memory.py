@@ -22,6 +22,9 @@ class MemoryStore:
         MemoryStore().put_if_absent("greeting", b"hello")
     """
 
+    checks_uploads = True
+    """A write is a copy in memory, so nothing can damage it on the way."""
+
     def __init__(self, name: str = "") -> None:
         self._url = f"memory://{name}"
         self._objects: dict[str, tuple[bytes, float]] = {}

@@ -159,6 +159,17 @@ class LimitedStore(Store, Protocol):
     """The size of the largest object that it accepts."""
 
 
+@runtime_checkable
+class CheckingStore(Store, Protocol):
+    """A store that may promise to refuse an upload that was damaged on its way."""
+
+    checks_uploads: bool
+    """True if every object that the store has acknowledged has the bytes that its writer sent.
+
+    Then a replica does not read its own contribution again before the other replicas rely on it.
+    """
+
+
 def check_key(key: str, url: str) -> None:
     """Refuse a key that could lead out of a store, or that different stores would understand differently.
 

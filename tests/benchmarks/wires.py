@@ -27,7 +27,7 @@ def wires(options: Options) -> list[Comparison]:
         found.append(Comparison("W11", title, "s", taken, "int8", {"top8": 1 / share}))
     block, rounds = (1 << 14, 1) if options.quick else (1 << 20, 3)
     size = _in_a_process("bytes_of_a_round", n_elements=8 * block, block_elements=block, rounds=rounds)
-    goal = {"int8, means too": 0.256, "int4, means int8": 0.2, "top8, means int4": 0.065, "top8, each": 0.038}
+    goal = {"int8, means too": 0.256, "int4, means int8": 0.2, "top8, means int4": 0.065, "top8, each": 0.035}
     return [*found, Comparison("W5", "bytes of a round, up and down", "bytes", size, "fp32", goal)]
 
 

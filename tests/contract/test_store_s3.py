@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.awsrequest import AWSPreparedRequest, AWSResponse, HeadersDict
 from servers.s3.server import BUCKET, S3Server
 from support.stores import Clock
 
 from executors.errors import CorruptObjectError, StoreError
-from executors.store.protocol import BoundedStore, FolderStore, LimitedStore, buffers_of
+from executors.store.protocol import BoundedStore, CheckingStore, FolderStore, LimitedStore, buffers_of
 from executors.store.s3.store import MAX_PUT_BYTES, S3Store
 from executors.store.s3.transfer import BufferBody, is_made_of
 
@@ -115,6 +118,34 @@ def test_a_large_write_is_complete_in_spite_of_faults(s3: S3Server, store: S3Sto
         s3.misbehave_once(fault, "PUT", "runs/large")
     store.put("large", parts)
     assert store.get("large") == b"".join(parts)
+
+
+def test_the_server_can_check_every_upload_also_if_a_profile_disables_signed_bodies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`checks_uploads` promises this. An HTTPS endpoint is the case in which botocore may leave bodies unsigned."""
+    config = tmp_path / "config"
+    config.write_text("[default]\ns3 =\n  payload_signing_enabled = false\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    store = S3Store("s3://bucket?endpoint_url=https://127.0.0.1:1&region=here", checks_later=True)
+    signed: list[str] = []
+
+    class Empty:
+        def stream(self) -> list[bytes]:
+            return []
+
+    def answer(request: AWSPreparedRequest, **options: Any) -> AWSResponse:
+        signed.append(request.headers["X-Amz-Content-SHA256"].decode())
+        return AWSResponse(request.url, 200, HeadersDict(), Empty())
+
+    store._client.meta.events.register("before-send.s3.PutObject", answer)
+    for parts in ([b"small"], [b"large" * MIB, b"and more"]):
+        store.put("a", parts)
+        assert signed.pop() == hashlib.sha256(b"".join(parts)).hexdigest()
+    assert isinstance(store, CheckingStore)
+    assert store.checks_uploads
 
 
 def test_a_body_reads_like_a_file_of_its_buffers_joined_and_copies_none_of_them() -> None:

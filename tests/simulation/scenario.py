@@ -68,6 +68,8 @@ class Scenario:
     """Seconds that the store takes to answer."""
     upload_s: float = 0.0
     """Seconds that writing a contribution takes."""
+    checks_uploads: bool = False
+    """True if replicas trust the store to have the bytes that they sent. Objects may still become damaged later."""
     wires: str = "exact"
     """The wires of contributions and of means: a key of `integer_state.WIRES`."""
     is_planned: bool = False

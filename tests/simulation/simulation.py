@@ -50,7 +50,12 @@ class Simulation(Invariants):
     def __post_init__(self) -> None:
         scenario = self.scenario
         self.world = World(scenario.seed, scenario.faults, is_traced=self.is_traced)
-        self.store = SimulatedStore(self.world, answer_s=scenario.answer_s, upload_s=scenario.upload_s)
+        self.store = SimulatedStore(
+            self.world,
+            answer_s=scenario.answer_s,
+            upload_s=scenario.upload_s,
+            checks_uploads=scenario.checks_uploads,
+        )
         self.store.deleting = self._check_collection
         if not scenario.streams:
             self.store.put_if_absent_streamed = None  # type: ignore[method-assign,assignment]

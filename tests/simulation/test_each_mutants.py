@@ -37,9 +37,14 @@ def first_violation(seeds: int = SEEDS, **changes: Any) -> str:
 
 
 ROTTING = {"faults": Faults(rots=0.02), "copies": 0.0, "joiners": 0}
+TRUSTING = {"checks_uploads": True}
 
 
-@pytest.mark.parametrize("changes", [{}, ROTTING], ids=["any faults", "damaged objects"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, ROTTING, TRUSTING, {**ROTTING, **TRUSTING}],
+    ids=["any faults", "damaged objects", "a store that checks uploads", "damage after a checked upload"],
+)
 def test_replicas_that_compute_each_mean_themselves_keep_every_invariant(changes: dict[str, Any]) -> None:
     assert not first_violation(40, **changes)
 

@@ -167,8 +167,11 @@ class World:
 class SimulatedStore:
     """A `Store` in memory in which each call may go wrong."""
 
-    def __init__(self, world: World, *, answer_s: float = 0.001, upload_s: float = 0.0) -> None:
+    def __init__(
+        self, world: World, *, answer_s: float = 0.001, upload_s: float = 0.0, checks_uploads: bool = False
+    ) -> None:
         self.url = "simulated://"
+        self.checks_uploads = checks_uploads
         self.created_s: dict[str, float] = {}
         """By key, the time at which an object first existed."""
         self.deleting: Callable[[str], None] = lambda key: None

@@ -14,9 +14,9 @@ from torch import nn
 from diloco import DiLoCo
 from diloco.outer import open_diloco
 from diloco.rendezvous.envelope import UNSIGNED
-from diloco.rendezvous.frames import MeanHead, head_bytes
+from diloco.rendezvous.frames import READ_TRIES, MeanHead, head_bytes
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.round import Limits
+from diloco.rendezvous.round import Limits, owners
 from diloco.testing import run_replicas
 from executors.store import MemoryStore
 
@@ -110,6 +110,8 @@ def test_a_contribution_that_is_damaged_in_the_store_is_left_out_by_all(damaged:
     class Damaging(MemoryStore):
         """Damages the payload of one rank in the first round."""
 
+        checks_uploads = False
+
         def put_if_absent(self, key: str, data: Any) -> bool:
             if key == KEYS.contribution(0, damaged):
                 whole = bytearray(b"".join(bytes(part) for part in data) if isinstance(data, list) else bytes(data))
@@ -133,3 +135,68 @@ def test_a_contribution_that_is_damaged_in_the_store_is_left_out_by_all(damaged:
     results = run_replicas(3, body, store=store)
     assert len({result[0] for result in results}) == 1
     assert [result[1:] for result in results] == [[tuple({0, 1, 2} - {damaged}), (0, 1, 2)]] * 3
+
+
+def test_a_replica_that_cannot_compute_a_mean_does_not_read_all_inputs_again_in_each_look(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The replica that decides has its own work in memory. So the other one needs a snapshot, which comes later."""
+    (decider, *_) = owners(0, [0, 1], 0)
+    reads: list[str] = []
+
+    class Damaging(MemoryStore):
+        """Checks uploads, and damages one payload afterwards."""
+
+        def put_if_absent(self, key: str, data: Any) -> bool:
+            is_new = super().put_if_absent(key, data)
+            if is_new and key == KEYS.contribution(0, decider):
+                whole = bytearray(super().get(key))
+                whole[-1] ^= 1
+                self.put(key, bytes(whole))
+            return is_new
+
+        def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+            if start >= head_bytes(1):
+                reads.append(key)
+            return super().get(key, start=start, size=size)
+
+    def body(where: Mapping[str, Any]) -> bytes:
+        given: dict[str, Any] = {"inner_steps": 1, "total_steps": 6, "wire": "int8", "mean_wire": "each", **PLAIN}
+        limits = Limits(grace_s=0.5)
+        model = zeros()
+        with open_diloco(model, **given, **where, snapshot_every=2, limits=limits) as diloco:
+            while not diloco.is_over:
+                train(diloco, model, 1, where["rank"])
+            return diloco.anchor()["weight"].numpy().tobytes()
+
+    results = run_replicas(2, body, store=Damaging())
+    assert results[0] == results[1]
+    assert 0 < reads.count(KEYS.contribution(0, decider)) <= 2 * READ_TRIES
+    assert len([record for record in caplog.records if "does not match the digests" in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("checks", [True, False], ids=["checked uploads", "unchecked uploads"])
+def test_only_who_decides_reads_its_own_contribution_and_only_if_the_store_does_not_check_uploads(checks: bool) -> None:
+    reads: list[str] = []
+
+    class Counting(MemoryStore):
+        """Records each read of a payload."""
+
+        checks_uploads = checks
+
+        def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+            if start >= head_bytes(1):
+                reads.append(key)
+            return super().get(key, start=start, size=size)
+
+    def body(where: Mapping[str, Any]) -> int:
+        diloco = open_diloco(model := zeros(), inner_steps=1, wire="top8", mean_wire="each", **PLAIN, **where)
+        nudge(model, torch.randn(1, 1000, generator=torch.Generator().manual_seed(where["rank"])))
+        report = diloco.step()
+        leave(diloco)
+        assert report is not None
+        return report.bytes_down
+
+    run_replicas(3, body, store=Counting())
+    counts = sorted(reads.count(KEYS.contribution(0, rank)) for rank in range(3))
+    assert counts == ([2, 2, 2] if checks else [2, 2, 3])

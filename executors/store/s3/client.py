@@ -56,7 +56,8 @@ def connect(
             connect_timeout=CONNECT_TIMEOUT_S,
             read_timeout=read_timeout_s,
             tcp_keepalive=True,
-            s3={"addressing_style": addressing_style},
+            # `S3Store.checks_uploads` depends on signed bodies, so a profile on this machine must not disable them.
+            s3={"addressing_style": addressing_style, "payload_signing_enabled": True},
             # By default boto3 adds trailing checksums, which some servers cannot parse. They are not needed: requests
             # are signed with the SHA-256 of their bodies, and objects have digests in their content.
             request_checksum_calculation="when_required",

@@ -66,6 +66,8 @@ class S3Store:
     """
 
     max_object_bytes = MAX_PUT_BYTES
+    checks_uploads = True
+    """Each request is signed with the SHA-256 of its body, and the server refuses another body."""
 
     def __init__(
         self,
