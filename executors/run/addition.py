@@ -63,7 +63,7 @@ class AdditionRequest:
 
     def __post_init__(self) -> None:
         if type(self.n) is not int or not 1 <= self.n <= MAX_WORLD_SIZE:
-            raise ValueError(f"n is a number of replicas from 1 to {MAX_WORLD_SIZE}, got n={self.n!r}.")
+            raise ValueError(f"n must be a number of replicas from 1 to {MAX_WORLD_SIZE}, got n={self.n!r}.")
 
 
 @dataclass(frozen=True)

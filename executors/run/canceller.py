@@ -91,7 +91,7 @@ class Canceller:
             ValueError: `within_s` is out of range.
         """
         if not 0 <= within_s <= MAX_S:
-            raise ValueError(f"within_s is from 0 to {MAX_S:g} seconds, got {within_s!r}.")
+            raise ValueError(f"within_s must be from 0 to {MAX_S:g} seconds, got {within_s!r}.")
         stop = order_stop(DecisionLog(self._records.store, self._records.run_id), within_s)
         # Seconds, and not a time of day, because the clock of the host that wrote the order may be ahead.
         if not wait(stop.within_s or 0.0):

@@ -75,7 +75,7 @@ def attach(
         attach("s3://bucket/runs/brave-otter-7f3a").results()
     """
     if not isinstance(run, str):
-        raise TypeError(f"A run is given by its id, or as '<rendezvous url>/<run id>', in a string, got {run!r}.")
+        raise TypeError(f"A run must be given by its id, or as '<rendezvous url>/<run id>', in a string, got {run!r}.")
     url: str | None
     run = run.rstrip("/")  # a shell that completes the name of a folder adds this slash
     if rendezvous is None and "/" in run:

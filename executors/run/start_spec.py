@@ -450,7 +450,7 @@ def _flat(launched: LaunchedWith) -> dict[str, Any]:
 
 def _check_digest(text: str) -> str:
     if not SHA256.fullmatch(text.lower()):
-        raise ValueError(f"A task's digest is not a sha256: 64 hexadecimal digits, got {text!r}.")
+        raise ValueError(f"A task's digest must be a sha256, 64 hexadecimal digits, got {text!r}.")
     return text.lower()
 
 

@@ -30,11 +30,11 @@ class Option:
         flags: its flags. Empty: `--` and the name of the field, with hyphens.
         example: an example value for the template of a settings file. None: an example that fits `kind`.
         types: the types that `launch()` accepts.
-        words: the middle part of the error for a wrong type, as `is a number of seconds`. The name comes before it, and
-            the value after it.
+        words: the middle part of the error for a wrong type, as in `must be a number of seconds`. The name comes
+            before it, and the value after it.
 
     Example:
-        Option(help="The GPU of each replica.", panel=RUN, metavar="GPU", types=(str,), words="names a GPU")
+        Option(help="The GPU of each replica.", panel=RUN, metavar="GPU", types=(str,), words="must be a GPU")
     """
 
     help: str

@@ -82,17 +82,17 @@ class Restarts:
             ("no_progress", 1, self.no_progress),
         ):
             if value is not None and not (type(value) is int and least <= value <= MAX_RESTARTS):
-                raise ValueError(f"restarts: {name} is from {least} to {MAX_RESTARTS:,}, got {value!r}.")
+                raise ValueError(f"restarts: {name} must be from {least} to {MAX_RESTARTS:,}, got {value!r}.")
         if self.how not in HOWS:
             raise ValueError("restarts: " + unknown_name("way", self.how, HOWS))
         for reason, cap in self.reasons.items():
             _check_reason(reason, cap)
         first_s, longest_s = self.backoff_s
         if not 0 <= first_s <= longest_s <= MAX_S:
-            raise ValueError(f"restarts: backoff is FIRST:LONGEST in seconds, as in 1s:60s, got {self.backoff_s}.")
+            raise ValueError(f"restarts: backoff must be FIRST:LONGEST in seconds, as in 1s:60s, got {self.backoff_s}.")
         for name, span in (("the window", self.per_s), ("within", self.within_s)):
             if span is not None and not LEAST_S <= span <= MAX_S:
-                raise ValueError(f"restarts: {name} is at least {LEAST_S} s, got {span:g} s.")
+                raise ValueError(f"restarts: {name} must be at least {LEAST_S} s, got {span:g} s.")
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -162,7 +162,7 @@ class Restarts:
         if asked is None or isinstance(asked, Restarts):
             return asked
         if isinstance(asked, bool) or not isinstance(asked, int | str):
-            raise TypeError(f"restarts is a number, a text as '3/1h,oom=0', or a Restarts, got {asked!r}.")
+            raise TypeError(f"restarts must be a number, a text such as '3/1h,oom=0', or a Restarts, got {asked!r}.")
         return cls.parse(str(asked))
 
     def answers(self, reason: str | None, *, was_refused: bool) -> bool:
@@ -271,7 +271,8 @@ class HangLimits:
             start_s = math.nan
         if not LEAST_S <= start_s <= MAX_S:
             raise ValueError(
-                f"start_timeout is a duration of at least {LEAST_S} s, as in 20m, or auto, got {str(start_timeout)!r}."
+                f"start_timeout must be a duration of at least {LEAST_S} s, as in 20m, or auto, "
+                f"got {str(start_timeout)!r}."
             )
         return replace(found, start_s=start_s)
 
@@ -291,7 +292,7 @@ class HangLimits:
         marks, comma, start = str(text).partition(",")
         name, equals, start_s = start.partition("=")
         if comma and (name, equals) != ("start", "="):
-            raise ValueError(f"limits on hanging are written as in 120s:180s,start=1200s, got {text!r}.")
+            raise ValueError(f"limits on hanging must be written as in 120s:180s,start=1200s, got {text!r}.")
         return cls.of(marks, start_s if comma else None)
 
     @classmethod
@@ -345,11 +346,12 @@ class HangLimits:
             hard_s = parse_duration(hard) if colon else 1.5 * soft_s
         except ValueError:
             raise ValueError(
-                f"hang_timeout is SOFT, SOFT:HARD, auto or off, as in 2m:3m, got {str(asked)!r}."
+                f"hang_timeout must be SOFT, SOFT:HARD, auto or off, as in 2m:3m, got {str(asked)!r}."
             ) from None
         if not LEAST_S <= soft_s <= hard_s <= MAX_S:
             raise ValueError(
-                f"hang_timeout: the soft limit is at least {LEAST_S} s and at most the hard limit, got {str(asked)!r}."
+                f"hang_timeout: the soft limit must be at least {LEAST_S} s and at most the hard limit, "
+                f"got {str(asked)!r}."
             )
         return cls(soft_s, hard_s)
 
@@ -391,7 +393,7 @@ def _check_reason(reason: str, cap: float) -> None:
     if not EXIT_CODE.fullmatch(reason) and reason not in _CAPPED:
         raise ValueError("restarts: " + unknown_name("reason", reason, _CAPPED))
     if not (cap == math.inf or (0 <= cap <= MAX_RESTARTS and cap == int(cap))):
-        raise ValueError(f"restarts: {reason}= is from 0 to {MAX_RESTARTS:,}, or inf, got {cap}.")
+        raise ValueError(f"restarts: {reason}= must be from 0 to {MAX_RESTARTS:,}, or inf, got {cap}.")
 
 
 def _seconds(seconds: float) -> str:
@@ -409,5 +411,5 @@ def _count(text: str, policy: str) -> int:
 
 def _integer(text: str, name: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 10):
-        raise ValueError(f"restarts: {name} is a whole number, got {text!r}.")
+        raise ValueError(f"restarts: {name} must be a whole number, got {text!r}.")
     return int(text)

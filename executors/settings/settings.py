@@ -62,7 +62,7 @@ class Settings(Record):
             metavar="GPU",
             example="H100",
             types=(str,),
-            words="names a GPU, as in 'H100' or 'H100:2'",
+            words="must be the name of a GPU, as in 'H100' or 'H100:2'",
         ),
     )
     procs: str | None = setting(
@@ -213,7 +213,7 @@ class Settings(Record):
             metavar="NAME",
             example="checks.py:gpu",
             types=(str,),
-            words="names a function, as 'pkg.mod:f'",
+            words="must be the name of a function, as in 'pkg.mod:f'",
         ),
     )
     signed: bool = setting(
@@ -224,7 +224,7 @@ class Settings(Record):
             panel=WHERE,
             kind=bool,
             types=(bool,),
-            words="is True or False",
+            words="must be True or False",
         ),
     )
     from_run: str | None = setting(
@@ -236,7 +236,7 @@ class Settings(Record):
             metavar="RUN",
             flags=("--from",),
             types=(str,),
-            words="names a run, as 'first-try' or 's3://BUCKET/runs/first-try'",
+            words="must be the name of a run, as in 'first-try' or 's3://BUCKET/runs/first-try'",
         ),
     )
     from_step: int | None = setting(
@@ -248,7 +248,7 @@ class Settings(Record):
             kind=int,
             metavar="N",
             types=(int,),
-            words="is a step of that run",
+            words="must be a step of that run",
         ),
     )
     tracker: str | None = setting(
@@ -260,7 +260,7 @@ class Settings(Record):
             metavar="NAME",
             example="trackio",
             types=(str,),
-            words="is a name, as in 'trackio' or 'pkg.mod:Class'",
+            words="must be a name, as in 'trackio' or 'pkg.mod:Class'",
         ),
     )
     seed: int | None = setting(
@@ -272,7 +272,7 @@ class Settings(Record):
             kind=int,
             metavar="S",
             types=(int,),
-            words="is an integer",
+            words="must be an integer",
         ),
     )
     detach: bool = setting(
@@ -364,7 +364,7 @@ class Settings(Record):
         if self.n is None:
             raise TypeError("launch() needs n, the number of replicas: launch('local', 'm:f', n=4).")
         if isinstance(self.n, bool) or not isinstance(self.n, int):
-            raise TypeError(f"n is an integer, got n={self.n!r}.")
+            raise TypeError(f"n must be an integer, got n={self.n!r}.")
         if self.n < 1:
             raise ValueError(f"n must be at least 1, got n={self.n!r}.")
         if self.n > MAX_WORLD_SIZE:
@@ -375,16 +375,16 @@ class Settings(Record):
                 raise TypeError(f"{name} {option.words}, got {value!r}.")
         for name in ("secrets", "chaos"):
             if isinstance(value := getattr(self, name), str):
-                raise TypeError(f"{name} is a list of strings, as in [{value!r}], got a string.")
+                raise TypeError(f"{name} must be a list of strings, as in [{value!r}], got a string.")
         if self.max_cost is not None and not (isinstance(self.max_cost, int | float) and self.max_cost > 0):
             raise ValueError(f"max_cost must be a number of US dollars above 0, got max_cost={self.max_cost!r}.")
         if self.min_replicas is not None and not (type(self.min_replicas) is int and 1 <= self.min_replicas <= self.n):
             raise ValueError(f"min_replicas must be from 1 to n={self.n}, got min_replicas={self.min_replicas!r}.")
         if not isinstance(self.gather_s, int | float) or not 0 <= self.gather_s < FAR_AHEAD:
-            raise ValueError(f"gather_s is a number of seconds, got gather_s={self.gather_s!r}.")
+            raise ValueError(f"gather_s must be a number of seconds, got gather_s={self.gather_s!r}.")
         self.hang_limits  # noqa: B018 - raises ValueError where a text is not a limit
         if type(self.spares) is not int or not 0 <= self.spares <= MAX_WORLD_SIZE:
-            raise ValueError(f"spares is a number from 0 to {MAX_WORLD_SIZE}, got spares={self.spares!r}.")
+            raise ValueError(f"spares must be a number from 0 to {MAX_WORLD_SIZE}, got spares={self.spares!r}.")
         if self.from_step is not None and (self.from_run is None or self.from_step < 0):
             raise ValueError(
                 f"from_step (--from-step) must be at least 0, and needs from_run (--from), the run with this step: got "

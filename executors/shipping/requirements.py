@@ -129,7 +129,7 @@ def _of_header(script: Path) -> list[str] | None:
     if lines is None:
         return None
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise EntrypointError(f"{script}: dependencies is a list of strings, as in ['einops'], got {lines!r}.")
+        raise EntrypointError(f"{script}: dependencies must be a list of strings, as in ['einops'], got {lines!r}.")
     return [_check(line, script.name) for line in lines]
 
 

@@ -116,7 +116,7 @@ def check_python(header: Mapping[str, Any], file: Path) -> None:
         allowed = SpecifierSet(asked)
     except (InvalidSpecifier, TypeError, AttributeError):
         raise EntrypointError(
-            f"{file}: requires-python is a version specifier, as in '>=3.11', got {asked!r}."
+            f"{file}: requires-python must be a version specifier, as in '>=3.11', got {asked!r}."
         ) from None
     minor = "{}.{}".format(*sys.version_info)
     if not any(allowed.contains(f"{minor}.{patch}") for patch in range(100)):

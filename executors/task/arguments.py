@@ -307,10 +307,10 @@ def split_rank_env(args: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]
     rest = dict(args)
     for name in rest:
         if not isinstance(name, str):
-            raise TypeError(f"Arguments are named by strings, got {name!r}.")
+            raise TypeError(f"The name of an argument must be a string, got {name!r}.")
     rank_env = rest.pop("rank_env", None)
     if rank_env is not None and (not isinstance(rank_env, str) or not rank_env.isidentifier()):
-        raise ValueError(f"rank_env names an environment variable, got {rank_env!r}.")
+        raise ValueError(f"rank_env must be the name of an environment variable, got {rank_env!r}.")
     return rest, rank_env
 
 

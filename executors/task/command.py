@@ -41,10 +41,11 @@ class Command:
             Command.of(["python", "train.py"])
         """
         if isinstance(words, str) or not all(isinstance(word, str) for word in words):
-            raise TypeError(f"command is a list of strings, as in ['torchrun', 'train.py'], got {words!r}.")
+            raise TypeError(f"command must be a list of strings, as in ['torchrun', 'train.py'], got {words!r}.")
         if not words or not words[0] or len(words) > MAX_WORDS or any("\0" in word for word in words):
             raise ValueError(
-                f"command is a program and its arguments, as in ['torchrun', 'train.py'], got {list(words[:20])!r}."
+                "command must be a program and its arguments, as in ['torchrun', 'train.py'], "
+                f"got {list(words[:20])!r}."
             )
         first = words[0]
         if first.endswith(".py"):

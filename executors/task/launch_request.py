@@ -16,10 +16,10 @@ from executors.task.entrypoint import describe
 
 VARIABLE = re.compile(r"[^\s=\0]+")
 KINDS: dict[str, tuple[Any, str]] = {
-    "args": (Mapping, "maps names to values, as in {'steps': 100}"),
-    "env": (Mapping, "maps names to strings, as in {'STAGE': 'test'}"),
-    "rendezvous": (str | Path, "is the url of a store, or a directory"),
-    "run_id": (str, "is a name, as in 'first-try'"),
+    "args": (Mapping, "must map names to values, as in {'steps': 100}"),
+    "env": (Mapping, "must map names to strings, as in {'STAGE': 'test'}"),
+    "rendezvous": (str | Path, "must be the url of a store, or a directory"),
+    "run_id": (str, "must be a name, as in 'first-try'"),
 }
 """The type of each value, and its description for an error."""
 
@@ -87,7 +87,7 @@ class LaunchRequest:
     def __post_init__(self) -> None:
         if not isinstance(self.entrypoint, str) and not callable(self.entrypoint):
             raise TypeError(
-                f"entrypoint is a callable or the name of one, as in 'train.py:main', got {self.entrypoint!r}."
+                f"entrypoint must be a callable or the name of one, as in 'train.py:main', got {self.entrypoint!r}."
             )
         for name, (kinds, words) in KINDS.items():
             if (value := getattr(self, name)) is not None and not isinstance(value, kinds):
@@ -105,9 +105,9 @@ class LaunchRequest:
             )
         for name, value in (self.env or {}).items():
             if not (isinstance(name, str) and isinstance(value, str)) or "\0" in value:
-                raise ValueError(f"env maps names to strings, got {name!r}: {type(value).__name__}.")
+                raise ValueError(f"env must map names to strings, got {name!r}: {type(value).__name__}.")
             if not VARIABLE.fullmatch(name):
-                raise ValueError(f"env names variables, as in {{'STAGE': 'test'}}, got {name!r}.")
+                raise ValueError(f"env must have names of variables, as in {{'STAGE': 'test'}}, got {name!r}.")
         if self.run_id is not None:
             check_run_id(self.run_id)
 
@@ -120,7 +120,7 @@ class LaunchRequest:
 
     def _check_script(self) -> None:
         if isinstance(self.argv, str) or not all(isinstance(text, str) for text in self.argv or ()):
-            raise TypeError(f"argv is a list of strings, as in ['--lr', '1e-3'], got {self.argv!r}.")
+            raise TypeError(f"argv must be a list of strings, as in ['--lr', '1e-3'], got {self.argv!r}.")
         if self.args or self.arg_texts:
             raise ValueError(
                 "args are for a function and argv is for a script. Give one of them: --arg, or options after --."

@@ -152,7 +152,7 @@ class Kill(Strike):
         if not self.every:
             return Strike.around(self, store, seed, strike)
         if not 0.01 <= self.every < math.inf:
-            raise ValueError(f"every is a number of seconds, at least 0.01, got every={self.every}.")
+            raise ValueError(f"every must be a number of seconds, at least 0.01, got every={self.every}.")
         if self != Kill(every=self.every, rank=self.rank):
             raise ValueError("every= can only be combined with rank=, because it kills by the clock.")
         return store
@@ -204,7 +204,7 @@ class Exit(Strike):
 
     def around(self, store: Store, seed: str, strike: Callable[[], None] | None = None) -> Store:
         if not 0 <= self.code <= 255:
-            raise ValueError(f"an exit code is from 0 to 255, got code={self.code}.")
+            raise ValueError(f"an exit code must be from 0 to 255, got code={self.code}.")
         return Strike.around(self, store, seed, strike)
 
     def act(self, line: str) -> NoReturn:
@@ -504,7 +504,7 @@ def _value(name: str, text: str, kind: str) -> Any:
     try:
         value = int(text) if is_integer else float(text)
     except ValueError:
-        raise ValueError(f"{name} is {'an integer' if is_integer else 'a number'}, got {name}={text}.") from None
+        raise ValueError(f"{name} must be {'an integer' if is_integer else 'a number'}, got {name}={text}.") from None
     if name in ("rank", "round", "attempt", "member") and value < 0:
         raise ValueError(f"{name} must be at least 0, got {name}={value}.")
     return value

@@ -309,7 +309,7 @@ def test_a_command_without_a_program_is_refused_before_anything_is_written(comma
         ({"command": ["true"], "args": {"x": 1}}, "A command has all its arguments in itself"),
         ({"command": ["true"], "entrypoint": "m:f"}, "takes an entrypoint or command="),
         ({"command": ["true"], "tracker": "trackio"}, "A tracker follows the numbers of a function"),
-        ({"command": []}, "command is a program and its arguments"),
+        ({"command": []}, "command must be a program and its arguments"),
         ({"command": ["true"], "executor": "inline"}, "Backend 'inline' calls functions and runs no command"),
     ],
 )

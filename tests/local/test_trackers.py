@@ -153,7 +153,7 @@ def test_a_tracker_that_run_json_alone_names_is_not_imported(folder: Path, local
         ("trackoi", ValueError, r"No tracker 'trackoi'. Did you mean 'trackio'\?|No tracker named 'trackoi'"),
         ("no.such:Class", ValueError, "there is no module 'no.such' on sys.path"),
         ("support.trackers:1", ValueError, "is given as 'pkg.mod:Class', got"),
-        (3, TypeError, "tracker is a name"),
+        (3, TypeError, "tracker must be a name"),
     ],
 )
 def test_a_launch_refuses_a_tracker_that_it_cannot_find(tracker: Any, kind: type[Exception], said: str) -> None:

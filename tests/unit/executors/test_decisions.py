@@ -60,7 +60,7 @@ def test_a_policy_reads_as_it_is_written(text: str) -> None:
         ("3,075=1", "setting"),
         ("3,run=-1", "whole number"),
         ("3,within=1e9", "not a duration"),
-        ("3,backoff=9s:1s", "backoff is FIRST:LONGEST"),
+        ("3,backoff=9s:1s", "backoff must be FIRST:LONGEST"),
         ("1000001", "from 0 to 1,000,000"),
         ("", "begin with a number"),
     ],

@@ -153,9 +153,9 @@ REFUSED = {
     "timeout = [1]": "{file}: timeout takes seconds, or a duration as in '1h30m', got [1].",
     "restarts = '3,oon=1'": "{file}: restarts: No reason or setting 'oon'. Did you mean 'oom'?",
     "restarts = true": "{file}: restarts takes a string, got true.",
-    "start-timeout = 'soon'": "{file}: start_timeout is a duration of at least 0.001 s, as in 20m, or auto, "
+    "start-timeout = 'soon'": "{file}: start_timeout must be a duration of at least 0.001 s, as in 20m, or auto, "
     "got 'soon'.",
-    "hang-timeout = 'soon'": "{file}: hang_timeout is SOFT, SOFT:HARD, auto or off, as in 2m:3m, got 'soon'.",
+    "hang-timeout = 'soon'": "{file}: hang_timeout must be SOFT, SOFT:HARD, auto or off, as in 2m:3m, got 'soon'.",
     "chaos = 'kill:rank=1'": '{file}: chaos takes a list, each item a string, got "kill:rank=1".',
     "dry-run = 1": "{file}: dry-run takes true or false, got 1.",
     "[env]\nHF_TOKEN = 'hunter2'": "{file}: env is not taken from a file",

@@ -132,8 +132,8 @@ def test_a_script_that_asks_for_another_python_is_refused_before_anything_starts
             f"requires Python >=3.{minor + 1}, and replicas get the launcher's minor version 3.{minor}",
         ),
         (f'"<3.{minor}"', "requires Python <"),
-        ('"three"', "requires-python is a version specifier, as in '>=3.11', got 'three'"),
-        ("3", "requires-python is a version specifier"),
+        ('"three"', "requires-python must be a version specifier, as in '>=3.11', got 'three'"),
+        ("3", "requires-python must be a version specifier"),
     ):
         Path("train.py").write_text(f"# /// script\n# requires-python = {asked}\n# ///\ndef main():\n    return 1\n")
         if problem is None:

@@ -324,7 +324,7 @@ def test_twenty_thousand_decisions_are_shown_in_time() -> None:
 @pytest.mark.parametrize("within_s", [-1, math.nan, math.inf])
 def test_a_stop_within_no_time_is_refused_by_name(within_s: float) -> None:
     run = run_of(None)
-    with pytest.raises(ValueError, match=rf"within_s is from 0 to 1e\+08 seconds, got {within_s}"):
+    with pytest.raises(ValueError, match=rf"within_s must be from 0 to 1e\+08 seconds, got {within_s}"):
         run.stop(within_s=within_s)
     assert view_of(run).reader.decisions == ()
 

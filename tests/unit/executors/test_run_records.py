@@ -94,11 +94,11 @@ def test_a_cancelled_replica_reports_the_reason() -> None:
 
 @pytest.mark.parametrize("run", [None, Path("runs/otter")])
 def test_a_run_that_is_not_named_by_a_string_is_refused(run: Any) -> None:
-    with pytest.raises(TypeError, match="A run is given by its id, or as"):
+    with pytest.raises(TypeError, match="A run must be given by its id, or as"):
         attach(run)
 
 
 @pytest.mark.parametrize("entrypoint", [5, None, ["f"]])
 def test_an_entrypoint_that_cannot_be_called_is_refused(entrypoint: object) -> None:
-    with pytest.raises(TypeError, match="entrypoint is a callable or the name of one"):
+    with pytest.raises(TypeError, match="entrypoint must be a callable or the name of one"):
         launch(PLAIN, entrypoint, 1)  # type: ignore[arg-type]

@@ -98,7 +98,7 @@ def check_tracker(name: str) -> None:
             )
         return
     if not CLASS.fullmatch(name):
-        raise ValueError(f"A tracker of your own is given as 'pkg.mod:Class', got {name!r}.")
+        raise ValueError(f"The name of your own tracker must be 'pkg.mod:Class', got {name!r}.")
     if find_module(module) is None:
         raise ValueError(f"Tracker {name!r}: there is no module {module!r} on sys.path, which should have {cls!r}.")
 
