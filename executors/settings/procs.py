@@ -6,7 +6,7 @@ from typing import Any
 
 MAX_PROCS = 1024
 BY_GPU, BY_GPU_OR_ONE = "gpu", "auto"
-TAKES = f"procs (--procs) is a number from 1 to {MAX_PROCS}, 'gpu' or 'auto'"
+TAKES = f"procs (--procs) must be a number from 1 to {MAX_PROCS}, 'gpu' or 'auto'"
 
 
 def procs_text(value: Any) -> str:

@@ -104,7 +104,7 @@ def test_chaos_that_makes_no_sense_is_refused_before_anything_is_written(here: H
 
 def test_chaos_in_python_is_a_list_and_a_resumed_run_keeps_its_own() -> None:
     local = LocalProcessExecutor(preload=())
-    with pytest.raises(TypeError, match="chaos is a list of strings"):
+    with pytest.raises(TypeError, match="chaos must be a list of strings"):
         launch(local, str, 1, chaos="kill:rank=0")
     with pytest.raises(ValueError, match="keeps the chaos of its launch"):
         launch(local, str, 1, run_id="any", resume=True, chaos=["kill:rank=0"])

@@ -152,7 +152,7 @@ def test_a_tracker_that_run_json_alone_names_is_not_imported(folder: Path, local
     [
         ("trackoi", ValueError, r"No tracker 'trackoi'. Did you mean 'trackio'\?|No tracker named 'trackoi'"),
         ("no.such:Class", ValueError, "there is no module 'no.such' on sys.path"),
-        ("support.trackers:1", ValueError, "is given as 'pkg.mod:Class', got"),
+        ("support.trackers:1", ValueError, "must be 'pkg.mod:Class', got"),
         (3, TypeError, "tracker must be a name"),
     ],
 )

@@ -300,8 +300,8 @@ def test_a_digest_that_is_not_the_stored_tasks_is_refused_and_both_are_named(tmp
 def test_an_invalid_digest_is_a_usage_error(tmp_path: Path, here: HereInstead) -> None:
     failed(tmp_path / "bucket", tmp_path / "ran")
     for arguments, message in (
-        (["--task-digest", "abc"], "is not a sha256: 64 hexadecimal digits, got 'abc'"),
-        (["--task-digest", "g" * 64], "is not a sha256"),
+        (["--task-digest", "abc"], "must be a sha256, 64 hexadecimal digits, got 'abc'"),
+        (["--task-digest", "g" * 64], "must be a sha256"),
         (["--task-digest", "a" * 64, "--trust-bucket"], "Give either task_digest= or trust_bucket=True"),
     ):
         told = here.replicas("resume", "otter", *arguments)

@@ -73,7 +73,7 @@ def test_procs_by_gpu_without_a_gpu_is_an_error() -> None:
 @pytest.mark.parametrize("value", [0, -1, 1025, "two", "", "1.5", True, 2.0])
 def test_a_number_of_processes_that_cannot_be_is_refused(value: object) -> None:
     with pytest.raises(
-        (TypeError, ValueError), match=r"^procs \(--procs\) is a number from 1 to 1024, 'gpu' or 'auto'"
+        (TypeError, ValueError), match=r"^procs \(--procs\) must be a number from 1 to 1024, 'gpu' or 'auto'"
     ):
         Settings.of(n=1, procs=value)
 

@@ -93,7 +93,7 @@ def test_those_given_by_hand_win_over_the_script_header_and_that_over_requiremen
     said = f"replicas: {script}: replicas ignore [tool.uv] of its '# /// script' block\n"
     assert capsys.readouterr().err == said
     for text, words in (
-        ('dependencies = "einops"', "dependencies is a list of strings"),
+        ('dependencies = "einops"', "dependencies must be a list of strings"),
         ('dependencies = ["-e ."]', r"train\.py: replicas accept only requirements.*got '-e \.'"),
         ("dependencies = [", r"train\.py, line 2 is not TOML"),
     ):
