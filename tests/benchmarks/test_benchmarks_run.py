@@ -71,7 +71,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return run_benchmarks(tmp_path_factory.mktemp("benchmarks") / "found.json", *PEERS)
 
 
-def test_every_benchmark_runs_beside_its_peer(found: Found) -> None:
+def test_every_benchmark_runs_with_its_peer(found: Found) -> None:
     assert found.keys() == PEERS.keys()
     for name, peer in PEERS.items():
         assert found[name][-1]["base"] == peer, name

@@ -188,7 +188,7 @@ def test_the_legend_names_each_rank_once_also_one_whose_first_attempt_left_no_li
         assert named[1:] == ["rank 0", "rank 1, attempt 1", "rank 2", "rank 3"]
 
 
-def test_two_fragments_on_one_page_are_drawn_each(browser: Any, tmp_path: Path) -> None:
+def test_the_page_draws_each_of_two_fragments(browser: Any, tmp_path: Path) -> None:
     from executors.view.report.page import fragment
 
     both = "<!DOCTYPE html>" + fragment(document(with_kills())) + fragment(document(hostile()))

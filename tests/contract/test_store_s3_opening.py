@@ -113,7 +113,7 @@ def test_an_operation_that_the_credentials_do_not_allow_is_named(s3: S3Server) -
         store.list("")
 
 
-def test_a_rule_that_only_removes_delete_markers_is_not_a_risk_and_one_that_archives_is(s3: S3Server) -> None:
+def test_a_lifecycle_rule_that_archives_is_a_risk_and_one_that_removes_delete_markers_is_not(s3: S3Server) -> None:
     store = S3Store(s3.url("runs"))
     rules: list[dict[str, Any]] = [
         {"ID": "markers", "Filter": {"Prefix": ""}, "Expiration": {"ExpiredObjectDeleteMarker": True}},

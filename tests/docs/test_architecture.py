@@ -154,7 +154,7 @@ def test_no_rooms_import_each_other_in_a_circle(package: str) -> None:
     assert circle_in(rooms) == []
 
 
-def test_executors_is_seen_at_one_glance() -> None:
+def test_the_folder_executors_has_few_entries() -> None:
     # A checkout that moves between commits keeps empty folders, with nothing but caches in them.
     files = [path.relative_to(ROOT / "executors") for path in (ROOT / "executors").rglob("*.*")]
     entries = {path.parts[0] for path in files if "__pycache__" not in path.parts}

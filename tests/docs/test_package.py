@@ -157,7 +157,7 @@ def test_all_are_all_extras() -> None:
     assert sorted(everything.partition("[")[2].rstrip("]").split(",")) == EXTRAS
 
 
-def test_without_extras_what_is_missing_is_said_with_the_command_that_installs_it(
+def test_without_extras_the_error_names_the_missing_package_and_the_command_that_installs_it(
     installed: Environment, tmp_path: Path
 ) -> None:
     found = problems(installed, tmp_path)

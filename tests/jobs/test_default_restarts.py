@@ -50,7 +50,7 @@ def test_a_replica_whose_machine_was_taken_back_comes_back_by_itself(machines: M
 
 
 @pytest.mark.parametrize("reason", ["oom", "lost", None])
-def test_no_other_end_is_answered(machines: Machines, reason: str | None) -> None:
+def test_no_other_end_causes_a_restart(machines: Machines, reason: str | None) -> None:
     run = start(1, "hang")
     with waited_for(run):
         wait_until_hanging(run)

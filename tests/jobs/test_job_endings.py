@@ -114,7 +114,7 @@ def test_a_replica_whose_job_is_unknown_is_lost_when_its_heartbeat_has_stood_sti
 
 
 @pytest.mark.parametrize("age_s", [600, 3600])
-def test_a_single_look_at_a_replica_whose_job_is_unknown_goes_by_the_age_of_its_heartbeat_with_a_margin(
+def test_one_look_judges_a_replica_with_an_unknown_job_by_the_age_of_its_heartbeat_with_a_margin(
     machines: Machines, age_s: float
 ) -> None:
     run = start(function="hang", args={"deaf": True})
@@ -127,7 +127,7 @@ def test_a_single_look_at_a_replica_whose_job_is_unknown_goes_by_the_age_of_its_
 
 @pytest.mark.parametrize("has_started", [True, False])
 @pytest.mark.parametrize("age_s", [600, 3600])
-def test_a_single_look_at_a_replica_that_never_beat_goes_by_when_it_was_begun(
+def test_one_look_judges_a_replica_without_a_heartbeat_by_the_time_of_its_start(
     machines: Machines, age_s: float, has_started: bool
 ) -> None:
     machines.is_held = True

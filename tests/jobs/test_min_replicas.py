@@ -61,7 +61,7 @@ def test_a_launch_that_gets_too_few_ends_them_and_says_how_many_were_asked_for(m
     assert set(reasons(attach("owl", executor=FakeExecutor()))) == {"cancelled"}
 
 
-def test_the_rest_joins_when_it_comes(machines: Machines, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_ranks_join_when_they_have_started(machines: Machines, capsys: pytest.CaptureFixture[str]) -> None:
     decides = machines.hold(1, 3)
     run = start(4, min_replicas=2, gather_s=0.2)
     assert "replicas: started with 2 of 4 replicas; 2 may still join." in capsys.readouterr().err
@@ -82,7 +82,7 @@ def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_quick_looks")
-def test_the_rest_is_given_up_when_the_others_have_ended(machines: Machines) -> None:
+def test_missing_ranks_are_given_up_when_the_others_have_ended(machines: Machines) -> None:
     decides = machines.hold(1)
     run = start(3, min_replicas=2, gather_s=0.2)
     for rank in (0, 2):
@@ -105,7 +105,7 @@ def test_a_rank_that_is_refused_after_the_launch_is_reported(machines: Machines)
     run.cancel()
 
 
-def test_a_launcher_that_ends_records_that_the_rest_does_not_come(
+def test_a_launcher_that_ends_records_that_missing_ranks_do_not_come(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_exit: list[tuple[Any, ...]] = []
@@ -175,7 +175,7 @@ def test_a_resume_waits_for_missing_ranks_as_long_as_the_launch_did_or_as_its_ow
     run.cancel()
 
 
-def test_a_time_to_wait_for_the_rest_is_refused_where_all_are_needed(machines: Machines) -> None:
+def test_a_time_to_wait_for_missing_ranks_is_refused_if_all_are_needed(machines: Machines) -> None:
     with pytest.raises(ValueError, match=r"gather_s= \(--gather\) has an effect only with min_replicas= .* Give both"):
         start(2, gather_s=5)
     run = start(1)
@@ -184,7 +184,7 @@ def test_a_time_to_wait_for_the_rest_is_refused_where_all_are_needed(machines: M
         resume(run, gather_s=5)
 
 
-def test_a_time_to_wait_for_the_rest_may_be_as_long_as_any_duration(machines: Machines) -> None:
+def test_a_time_to_wait_for_missing_ranks_may_be_as_long_as_any_duration(machines: Machines) -> None:
     decides = machines.hold(1)
     with ThreadPoolExecutor(1) as pool:
         launching = pool.submit(start, 2, min_replicas=1, gather_s=9e10)

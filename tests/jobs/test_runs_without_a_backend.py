@@ -139,7 +139,7 @@ def test_a_resume_starts_nothing_if_one_backend_is_missing(machines: Machines, g
     assert [rank.newest().number for rank in ranks] == [1, 0, 0]
 
 
-def test_a_process_that_added_can_watch_and_resume_where_the_launchs_backend_is_missing(
+def test_a_process_that_added_ranks_can_watch_and_resume_them_without_the_backend_of_the_launch(
     machines: Machines, go: Path
 ) -> None:
     run = launch(FakeExecutor(), "job.py:main", 1, run_id="otter", args={"go": str(go)}, detach=True, restarts="1")

@@ -263,7 +263,7 @@ def test_the_member_whose_command_failed_is_named(start: Callable[..., Run]) -> 
     assert str(outcome.error).startswith("Member 1 of 2 failed first.\nThe command ")
 
 
-def test_the_first_process_of_a_command_that_asks_for_its_replica_reports_for_it(
+def test_the_first_process_of_a_command_that_calls_current_replica_reports_for_the_replica(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
     (tmp_path / "reports.py").write_text(REPORTS)

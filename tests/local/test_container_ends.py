@@ -248,7 +248,7 @@ def test_a_cancel_marker_makes_sigterm_a_cancellation_and_keeps_a_late_replica_f
     assert outcome_of(spec).status == "cancelled"
 
 
-def test_its_time_limit_ends_it_and_finally_runs(site: StandaloneScene) -> None:
+def test_a_time_limit_ends_the_replica_and_its_finally_blocks_run(site: StandaloneScene) -> None:
     spec, process = site.start("waits", 1, n=4, timeout_s=2.5)
     assert ended(process)[0] == 143
     outcome = outcome_of(spec, 1)

@@ -81,7 +81,7 @@ def test_a_process_that_waits_elsewhere_and_cannot_end_the_run_has_no_error(thir
     assert run.outcomes()[1].status == "failed"
 
 
-def test_a_process_that_waits_is_reported_it_once(
+def test_the_process_that_waits_prints_an_early_failure_once(
     local: LocalProcessExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with launch(local, "support.tasks:fail_or_hang", 2, args={"rank": 1}) as run:

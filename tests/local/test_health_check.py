@@ -80,7 +80,7 @@ def test_a_check_that_returns_false_in_any_form_has_failed(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("answer", [True, None, 0, "fine", np.bool_(True), np.zeros(2, bool), torch.ones(2)])
-def test_a_check_that_returns_anything_else_has_not(monkeypatch: pytest.MonkeyPatch, answer: object) -> None:
+def test_a_health_check_that_returns_anything_else_has_failed(monkeypatch: pytest.MonkeyPatch, answer: object) -> None:
     monkeypatch.setattr(threading, "is_fine", lambda: answer, raising=False)
     check_health("threading:is_fine")
 

@@ -171,7 +171,7 @@ def test_unsupported_settings_are_refused_by_name(state_home: Path) -> None:
     assert {path.parent.name for path in state_home.rglob("*") if path.is_file()} <= {".preparing"}
 
 
-def test_a_policy_of_restarts_does_not_count_and_it_reports_that(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_inline_run_ignores_a_policy_of_restarts_and_reports_that(capsys: pytest.CaptureFixture[str]) -> None:
     run = launch("inline", "os:getpid", 1, restarts=3)
     assert (
         "backend 'inline' restarts no replica: restarts, hang_timeout and start_timeout do not count"
@@ -207,7 +207,7 @@ def test_a_replica_whose_process_was_killed_is_lost(folder: Folder) -> None:
     assert run.outcomes()[0].reason == "lost"
 
 
-def test_ctrl_c_in_the_command_cancels_it(folder: Folder) -> None:
+def test_ctrl_c_in_the_command_cancels_an_inline_run(folder: Folder) -> None:
     # The sleeps are short, because a signal that arrives just before a sleep is handled only at its end.
     (folder.path / "busy.py").write_text("import time\ndef main():\n    print('busy', flush=True)\n" + BUSY)
     with folder.started("launch", "busy.py", "--n", "1", "--backend", "inline", "--run-id", "mine") as command:
@@ -218,7 +218,7 @@ def test_ctrl_c_in_the_command_cancels_it(folder: Folder) -> None:
     assert attach("mine").outcomes()[0].status == "cancelled"
 
 
-def test_its_json_is_one_document_although_the_entrypoint_prints(here: HereInstead) -> None:
+def test_the_json_of_an_inline_run_is_one_document_although_the_entrypoint_prints(here: HereInstead) -> None:
     result = here.replicas("launch", "job:main", "--n", "1", "--backend", "inline", "--json")
     assert result.json["replicas"][0]["result"] == {"rank": 0}
     assert "hello 0 of rank 0" in result.stderr

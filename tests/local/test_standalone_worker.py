@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 # Whole runs
 
 
-def test_nothing_of_a_replica_is_left_on_its_machine(site: StandaloneScene) -> None:
+def test_a_replica_leaves_nothing_on_its_machine(site: StandaloneScene) -> None:
     machine = site.cloud.folder / "machine of 0"
     for number, task in enumerate(("shows", "fails", "dies")):
         args = {"how": "kill"} if task == "dies" else None

@@ -218,7 +218,7 @@ def test_when_all_are_gone_their_newest_attempts_are_expected_that_have_not_left
     assert members.still_expected({}) == set(), "the newest claim is the rank"
 
 
-def test_ones_own_rank_never_counts_as_a_peer_that_lives() -> None:
+def test_the_own_rank_never_counts_as_a_living_peer() -> None:
     members = membership(MemoryStore())
     members.seal = sealed_by((0, 0))
     assert not members.has_live_peer()

@@ -262,7 +262,7 @@ def fail_at_call_of_the_rounds(n: int, store: FaultyStore) -> Callable[[], int]:
     return lambda: len(calls)
 
 
-def test_rounds_that_have_failed_are_not_gone_without_in_silence() -> None:
+def test_each_call_after_a_failed_round_raises_its_error_again() -> None:
     store, model = FaultyStore(MemoryStore(), seed=0), zeros()
     diloco = begin(store, model)
     store.fail_at("put_if_absent", key="*/contribution/0", before=lambda: 1 / 0)

@@ -123,7 +123,7 @@ def test_an_object_that_one_member_cannot_attach_is_refused_in_all(member_that_f
 
 
 @pytest.mark.parametrize("member_that_fails", [0, 1])
-def test_a_state_that_one_member_cannot_give_in_a_round_is_an_error_of_all(
+def test_an_error_in_the_state_dict_of_one_member_is_raised_in_all_members(
     member_that_fails: int, tmp_path: Path
 ) -> None:
     def body(rank: int, member: int) -> str:

@@ -312,7 +312,7 @@ def test_a_process_that_joins_later_starts_from_a_snapshot_and_counts_from_its_s
     assert len(snapshots) > 3
 
 
-def test_a_run_continues_after_everybody_died_under_the_contract_it_began_with() -> None:
+def test_a_run_whose_replicas_all_died_continues_with_its_first_contract() -> None:
     def train(store: MemoryStore, ends: list[int]) -> dict[str, torch.Tensor]:
         for end in ends:
             next_process()

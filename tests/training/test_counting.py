@@ -75,7 +75,7 @@ def payload(value: float) -> memoryview:
     return np.full(zeros().weight.numel(), value, np.float32).data.cast("B")
 
 
-def test_if_a_part_of_the_work_is_dropped_the_rest_stays() -> None:
+def test_dropping_a_part_of_the_work_keeps_the_other_part() -> None:
     model = zeros()
     diloco = open_diloco(model, inner_steps=1, **PLAIN, **place())
     nudge(model, 4.0)
@@ -174,7 +174,7 @@ def test_close_applies_the_round_in_flight() -> None:
     assert run_replicas(2, body) == [(1, 3.0)] * 2
 
 
-def test_a_bye_whose_first_writes_fail_is_said_again() -> None:
+def test_a_bye_whose_first_writes_fail_is_written_again() -> None:
     store = FaultyStore(MemoryStore(), seed=0)
     for nth in (1, 2, 3):
         store.fail_at("put", key="*/bye/*", count=nth, action="error")

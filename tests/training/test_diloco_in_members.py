@@ -70,7 +70,7 @@ def test_a_replica_of_two_processes_ends_with_the_bits_of_one_process(kind: str,
 
 
 @pytest.mark.parametrize("kind", ["ddp", "sharded"])
-def test_replicas_of_two_processes_have_the_bits_of_replicas_of_one_in_every_way_of_merging(
+def test_replicas_of_two_processes_end_with_the_bits_of_replicas_of_one_process_for_each_merge(
     kind: str, tmp_path: Path
 ) -> None:
     (folder := tmp_path / "one").mkdir()
@@ -219,7 +219,7 @@ def test_all_members_of_a_restarted_replica_continue_with_their_states(kind: str
         assert found[2] == draws[-1], "each member has its own random numbers"
 
 
-def test_a_state_that_one_member_lacks_is_loaded_in_none(tmp_path: Path) -> None:
+def test_a_state_that_one_member_lacks_is_loaded_in_no_member(tmp_path: Path) -> None:
     def body(rank: int, member: int) -> Any:
         return resumed("sharded", rank, member)
 

@@ -102,7 +102,7 @@ def test_a_planned_run_ends_with_one_model(wire: str) -> None:
     assert len(set(run_replicas(2, body))) == 1
 
 
-def test_of_the_rest_as_much_is_kept_as_is_to_be_kept_of_the_live_value() -> None:
+def test_with_mix_the_rounding_error_is_kept_in_the_same_share_as_the_live_value() -> None:
     model = zeros()
     with open_diloco(model, inner_steps=1, wire="int8", mean_wire="fp32", mix=0.5, **PLAIN, **place()) as diloco:
         nudge(model, uneven())

@@ -231,9 +231,7 @@ def test_a_late_replica_that_sees_the_end_in_the_midst_of_a_step_is_at_the_run_s
 
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
 @pytest.mark.parametrize("background", [False, True])
-def test_work_that_was_sent_for_an_entry_that_was_jumped_over_goes_with_the_next_as_it_is_then(
-    wire: str, background: bool
-) -> None:
+def test_work_for_a_skipped_entry_is_sent_again_with_the_next_entry(wire: str, background: bool) -> None:
     model = nn.Linear(4, 4, bias=False)
     nn.init.zeros_(model.weight)
     diloco = open_diloco(model, **PLAIN, **place(), inner_steps=2, wire=wire, background=background)

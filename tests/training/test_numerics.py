@@ -375,7 +375,9 @@ def test_all_processors_come_to_the_same_bits() -> None:
         lines = ran.stdout.splitlines()
         n = len(DEFAULT_MEAN_WIRE)  # each capability has its name and a line for each wire
         tried |= {(lines[at], without): lines[at + 1 : at + 1 + n] for at in range(0, len(lines), 1 + n)}
-    assert tried.keys() == {("DEFAULT", ""), ("AVX2", ""), ("AVX512", ""), ("AVX2", every)}, "torch does not look again"
+    assert tried.keys() == {("DEFAULT", ""), ("AVX2", ""), ("AVX512", ""), ("AVX2", every)}, (
+        "torch uses the instructions of each case"
+    )
     assert len(set(map(tuple, tried.values()))) == 1
 
 

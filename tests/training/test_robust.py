@@ -188,7 +188,7 @@ def test_a_replica_with_a_silent_factor_of_100_harms_no_other(
     assert all(warning.startswith("rank 1: ") for warning in warnings)
 
 
-def test_training_goes_on_beside_a_replica_whose_gradients_explode() -> None:
+def test_training_continues_although_the_gradients_of_one_replica_explode() -> None:
     def body(where: Mapping[str, Any]) -> list[float]:
         draw = torch.Generator().manual_seed(where["rank"])
         model, losses = nn.Linear(4, 1), []

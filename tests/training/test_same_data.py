@@ -71,7 +71,7 @@ def test_ranks_that_send_the_same_three_rounds_in_a_row_end_and_the_others_conti
         ("it does not go on", [[1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 2.0, 1.0, 1.0]], {}, 4),
     ],
 )
-def test_the_same_work_is_not_an_error_where(
+def test_the_same_work_is_not_an_error_in_these_cases(
     why_not: str,
     steps: list[list[float]],
     options: dict[str, Any],
@@ -98,7 +98,7 @@ def test_bf16_replicas_whose_learning_rate_is_0_get_no_warning_about_their_data(
         assert "they train on the same data" in error
 
 
-def test_work_is_compared_the_process_that_sends_it_and_nothing_is_compared_with_nothing() -> None:
+def test_work_of_ranks_is_compared_by_its_bits_and_empty_work_is_not_compared() -> None:
     def head(rank: int, blocks: str, *, weight: float = 1.0, in_phase: bool = True) -> Contribution:
         norms = (0.0,) if blocks == "z" else (2.0,) * len(blocks)  # z: zeros
         digests = tuple(32 * block for block in blocks)
@@ -121,7 +121,7 @@ def same_everywhere(rounds: int) -> int:
     return diloco.rounds
 
 
-def test_the_table_and_the_logs_of_a_run_say_it() -> None:
+def test_the_table_and_the_logs_of_a_run_show_replicas_with_the_same_data() -> None:
     run = launch("local", same_everywhere, 2, args={"rounds": 4})
     assert run.results() == [4, 4]
     status = run.status()

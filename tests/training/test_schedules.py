@@ -133,7 +133,7 @@ def test_a_schedule_that_has_counted_steps_before_the_run_continues_from_there(k
         back.end()
 
 
-def test_an_added_ranks_schedule_is_where_the_others_are_when_all_had_counted_before() -> None:
+def test_the_schedule_of_an_added_rank_continues_at_the_step_of_the_others() -> None:
     store = MemoryStore()
     one = Replica(place(store), "lambda", counted=10).train_until(20)
     added = Replica({**place(store), "rank": "join"}, "lambda", counted=10)

@@ -61,7 +61,7 @@ def rest_of(diloco: DiLoCo, fragment: int = 0) -> Tensor:
 
 @pytest.mark.usefixtures("_nothing_is_given_up")
 @pytest.mark.parametrize("options", [{}, {"overlap_steps": 1, "merge": "carry"}], ids=["in turn", "carry"])
-def test_what_was_counted_and_what_was_not_sent_are_together_all_work(options: dict[str, Any]) -> None:
+def test_counted_work_and_unsent_work_add_up_to_all_work(options: dict[str, Any]) -> None:
     def body(where: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         model, moved = zeros(), torch.zeros(1, 1000)
         given = {"inner_steps": 2, "wire": "top8", "mean_wire": "fp32", **PLAIN, **options}
@@ -263,7 +263,7 @@ def test_a_model_in_bf16_trains_over_a_sparse_wire() -> None:
 
 @pytest.mark.parametrize("is_sharded", [True, False], ids=["in shards", "in the seal"])
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_malformed_contribution_is_left_out_and_the_run_goes_on(
+def test_a_malformed_contribution_is_left_out_and_the_run_continues(
     what: str, is_sharded: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its head and its digests are right, as from a faulty program that has the run's key."""

@@ -71,7 +71,7 @@ def stored(name: str) -> MemoryStore:
     return store
 
 
-def test_it_begins_with_the_newest_anchor_and_momentum_at_its_own_step_0() -> None:
+def test_a_run_from_another_run_begins_with_the_newest_anchor_and_momentum_at_step_0() -> None:
     store, model = stored("newest"), model_of(3, 2, 1)
     old = train(begin(store, "old", model), model, 14)
     anchor = old.anchor()

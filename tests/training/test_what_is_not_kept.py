@@ -87,7 +87,7 @@ def attached(store: MemoryStore, attempt: int, member: int = 0) -> AttachedState
 
 
 @pytest.mark.parametrize(("member", "n_lines"), [(0, 1), (1, 0)])
-def test_one_of_several_members_reports_that_the_run_went_on_without_them(
+def test_one_of_several_members_reports_that_the_run_continued_without_them(
     member: int, n_lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = attached(MemoryStore(), 1, member)

@@ -159,7 +159,7 @@ def refuses(parse: Parse, data: bytes, what: object) -> None:
         parsed = parse(data)
     except BadRecordError:
         return
-    except BaseException as error:  # noqa: BLE001 - that is what must not be
+    except BaseException as error:  # noqa: BLE001 - any exception but these is a fault of the parser
         pytest.fail(f"{str(what)[:200]} raised {error!r:.200}")
     pytest.fail(f"{str(what)[:200]} was taken for {parsed!r:.200}")
 

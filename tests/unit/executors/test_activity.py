@@ -190,7 +190,7 @@ def test_a_thread_that_polls_is_idle_although_a_loaded_machine_leaves_it_runnabl
     assert usage_between(samples).is_active is is_active
 
 
-def test_a_slow_disk_is_active_and_one_wait_for_it_is_chance() -> None:
+def test_a_tree_that_waits_for_the_disk_in_two_samples_is_active() -> None:
     samples = [sample_at(at) for at in range(0, 12, 2)]
     samples[1] = sample_at(2, is_waiting_on_disk=True)
     assert not usage_between(samples).is_active

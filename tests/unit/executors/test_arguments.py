@@ -123,7 +123,7 @@ def test_a_text_that_does_not_fit_is_refused_by_name_before_the_launch_and_in_th
         assert str(caught.value) == f"--arg {name}={text}: main() takes {name} as {taken}."
 
 
-def test_the_annotation_of_the_rest_is_that_of_each(source: Path) -> None:
+def test_the_annotation_of_keyword_arguments_applies_to_each_of_them(source: Path) -> None:
     for known in (annotations_of(rest), of_source(source, "rest")):
         assert from_texts({"anything": "5"}, known, "rest") == {"anything": 5}
         with pytest.raises(EntrypointArgumentsError, match="takes anything as an int"):

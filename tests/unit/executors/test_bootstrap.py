@@ -102,7 +102,7 @@ def test_from_a_bucket_a_replica_gets_the_users_code_and_ours(cloud: Cloud, work
     assert out.startswith(f"hello from {machine}/replica-")
 
 
-def test_from_a_directory_too_as_the_rank_that_the_number_of_its_pod_stands_for(
+def test_a_pod_gets_its_code_from_a_directory_and_its_rank_from_its_index(
     cloud: Cloud, workspace: Path, shared: Path
 ) -> None:
     spec = ship(shared, workspace, "train_of_user:light", {"x": 2}, n=4)

@@ -21,7 +21,7 @@ from executors.settings.policy import Restarts
         (["hang=2m,start=20m,restarts=1"], (Restarts(per_replica=1), "2m", "20m")),
     ],
 )
-def test_other_rules_are_read_also_several_at_once(
+def test_one_option_may_hold_several_rules(
     texts: list[str], settings: tuple[Restarts | None, str | None, str | None]
 ) -> None:
     assert _settings(texts) == settings

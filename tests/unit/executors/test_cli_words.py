@@ -46,7 +46,7 @@ def test_a_short_option_means_the_same_in_every_verb() -> None:
     assert found == SHORT
 
 
-def test_help_calls_a_rendezvous_so_and_shows_no_type_of_a_flag(
+def test_no_help_calls_a_rendezvous_a_store_or_shows_the_type_of_a_flag(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")

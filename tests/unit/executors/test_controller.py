@@ -109,7 +109,7 @@ def test_an_attempt_without_progress_is_restarted_after_its_wait(scene: Scene) -
     assert starter.started == [{0: 1}]
 
 
-def test_before_any_progress_an_end_of_its_own_doing_is_answered_after_a_last_call(scene: Scene) -> None:
+def test_a_failure_before_any_progress_is_decided_after_a_last_look(scene: Scene) -> None:
     controller = scene.controller(FakeStarter())
     ends = [end(rank, reason="exception", fingerprint="same") for rank in range(2)]
     assert controller.advance(snapshot(ends[0], has_progress=False)) == 1.0
@@ -237,7 +237,7 @@ def test_an_attempt_that_was_decided_and_never_begun_leaves_no_hole(scene: Scene
     assert skipped.reason == "fenced"
 
 
-def test_a_hole_stays_while_the_process_before_it_has_claimed_nothing(scene: Scene) -> None:
+def test_a_missing_attempt_stays_open_until_the_process_before_it_has_claimed(scene: Scene) -> None:
     scene.add(Decision(kind="restart", rank=1, ended=0, start={0: 2}, how="fork"))
     controller = scene.controller(starter := FakeStarter())
     before = Attempt(scene.store, "run", 0, 0)

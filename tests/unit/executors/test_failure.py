@@ -67,7 +67,7 @@ def test_the_place_of_an_error_in_generated_code_is_the_line_of_the_file_that_ca
     assert str(describe_failure(raised.value)["error_place"]).startswith("tests/unit/executors/test_failure.py:")
 
 
-def test_an_exception_of_no_one_has_no_place() -> None:
+def test_an_exception_without_a_traceback_has_no_place() -> None:
     failure = describe_failure(KeyboardInterrupt())
     assert (failure["error"], failure["error_line"], failure["error_place"]) == ("KeyboardInterrupt",) * 2 + (None,)
 

@@ -175,7 +175,7 @@ def test_a_job_that_a_list_shows_needs_no_request_of_its_own() -> None:
     assert len(service.requests) == 1
 
 
-def test_another_job_than_the_one_that_was_asked_for_is_asked_for_at_once() -> None:
+def test_a_request_for_another_job_is_made_at_once() -> None:
     clock = Clock()
     service = Service(clock)
     states = JobStatePoller(service, clock)
@@ -270,7 +270,7 @@ def test_a_beat_of_a_clock_that_is_half_an_hour_behind_is_not_taken_for_an_old_o
     assert not is_stale(StalenessTracker(), "0000/0", time.time() - 1800, STILL_S)
 
 
-def test_a_beat_that_another_follows_is_not_old_independent_of_the_clock_of_its_replica() -> None:
+def test_a_heartbeat_is_not_old_while_newer_ones_follow_whatever_the_clock_of_its_replica() -> None:
     now = 0.0
     beats = StalenessTracker(lambda: now)
     assert not is_stale(beats, "0000/0", None, STILL_S)

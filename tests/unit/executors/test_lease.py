@@ -74,7 +74,7 @@ def test_a_lease_that_was_never_written_ends_too(scene: Scene) -> None:
     assert scene.is_over_within(60) == 15
 
 
-def test_another_holder_continues_with_it(scene: Scene) -> None:
+def test_another_process_can_take_over_a_lease(scene: Scene) -> None:
     scene.write(holder="one")
     assert scene.is_over_within(14) is None
     scene.write(holder="another")

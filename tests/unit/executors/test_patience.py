@@ -99,7 +99,7 @@ def test_a_hiccup_is_not_spoken_of() -> None:
     assert scene.said == []
 
 
-def test_a_wait_is_spoken_of_after_5_s_and_then_once_a_minute_and_when_it_ends() -> None:
+def test_a_wait_is_reported_after_5_s_then_once_a_minute_and_when_it_ends() -> None:
     scene = Scene()
     scene.is_asked(StoreError("Cannot read 'x': away."), 3.5 * AGAIN_S)
     assert re.fullmatch(r"waiting for the store, \d s so far, 30 min at most: Cannot read .x.: away\.", scene.said[0])
@@ -107,7 +107,7 @@ def test_a_wait_is_spoken_of_after_5_s_and_then_once_a_minute_and_when_it_ends()
     assert scene.said[-1].startswith("the wait for the store has ended after ")
 
 
-def test_a_process_that_waits_for_several_things_says_one_line_a_minute() -> None:
+def test_a_process_that_waits_for_several_things_prints_one_line_a_minute() -> None:
     scene = Scene()
     outages = [Outage(ROUND, f"thing {number}", waits=scene.waits) for number in range(8)]
     for _ in range(int(5 * AGAIN_S)):
@@ -152,5 +152,5 @@ def test_tests_shorten_every_wait_by_one_factor(monkeypatch: pytest.MonkeyPatch)
     ("seconds", "words"),
     [(0.4, "0 s"), (90.0, "90 s"), (120.0, "2 min"), (3600.0, "1 h"), (7 * 86400.0, "7 days"), (86400.0, "1 day")],
 )
-def test_a_wait_is_named_in_one_unit(seconds: float, words: str) -> None:
+def test_the_length_of_a_wait_is_shown_in_one_unit(seconds: float, words: str) -> None:
     assert name_span(seconds) == words
