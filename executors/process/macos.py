@@ -6,7 +6,6 @@ orphans of its descendants. ADR 0082 has what takes their place. Without the pac
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import contextlib
 import errno
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from executors.process.counters import Activity, ActivitySample, not_here
+from executors.process.lasting_threads import start_lasting_thread
 
 assert sys.platform != "linux"  # so that a check of types for Linux leaves this file out
 
@@ -573,7 +573,7 @@ def die_with_parent() -> None:
             time.sleep(PARENT_LOOK_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    _thread.start_new_thread(watch, ())
+    start_lasting_thread(watch)
 
 
 # -- descendants: by parents, by sessions, and by the variable `TREE` of their environment

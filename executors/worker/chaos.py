@@ -17,7 +17,6 @@ the store, such as a helper, get no faults.
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import ctypes
 import dataclasses
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
 
 from executors.errors import unknown_name
+from executors.process.lasting_threads import start_lasting_thread
 from executors.replica.shared_page import SharedPage
 from executors.store.faulty import FaultPoint, FaultyStore
 from executors.store.memory import MemoryStore
@@ -458,7 +458,7 @@ def await_strikes(specs: Sequence[str], rank: int, attempt: int, member: int, le
             time.sleep(MEMBER_PAUSE_S)
 
     # Not a thread of `threading`, because `start` waits until the thread runs.
-    _thread.start_new_thread(wait, ())
+    start_lasting_thread(wait)
     # A forked helper of the replica has no such thread, and its signals have their defaults.
     os.register_at_fork(after_in_child=lambda: os.getpid() != pid and signal.signal(STRIKE_SIGNAL, signal.SIG_IGN))
 

@@ -14,6 +14,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from executors.process import kill_descendants
+from executors.process.lasting_threads import lasting_threads
 from executors.replica import Replica
 from executors.replica.restartable import AWAITED_S, RestartHooks
 from executors.replica.shared_page import SharedPage
@@ -29,7 +30,9 @@ def running_threads() -> set[int]:
 
     Threads of C libraries are not included: the pools of torch and OpenMP stay, and are used again.
     """
-    return set(sys._current_frames())
+    # Python does not list a thread of ours yet that has been started but has not run. The clean-up would take it for a
+    # thread of the failed call.
+    return set(sys._current_frames()) | lasting_threads()
 
 
 def clean_up(replica: Replica, hooks: RestartHooks, error: BaseException, before: AbstractSet[int]) -> str | None:

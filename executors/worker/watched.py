@@ -14,15 +14,20 @@ import faulthandler
 import fcntl
 import os
 import signal
+import sys
+import time
 from time import monotonic
 from types import FrameType
+from typing import Any
 
 from executors.errors import HangError
 from executors.process import HANG_SIGNAL, STACKS_SIGNAL, memory_file, own_threads, start_time
+from executors.process.lasting_threads import start_lasting_thread
 from executors.replica.shared_page import SharedPage
 
 STACKS_NAME = "replicas-stacks"
 BEAT_S = 1.0
+AGAIN_AFTER_S = 0.01  # a callback that ignored the exception has ended by then
 
 _page: SharedPage | None = None
 _TICK = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
@@ -51,10 +56,11 @@ def start_watch(page: SharedPage) -> None:
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
         page.stacks_file = file
     os.register_at_fork(after_in_child=_end_watch_in_child)
+    _raise_ignored_errors_again()
     page.main_thread = _thread.get_ident()
     page.beat = page.tick = monotonic()
     before = own_threads()
-    _thread.start_new_thread(_beat, (page,))
+    start_lasting_thread(_beat, page)
     # The new thread cannot set this itself: the entrypoint may hold the GIL before that thread runs for the first time.
     page.beat_thread = max(own_threads() - before, default=0)
     # Only the beating thread gets the signal for stacks, so that it does not interrupt a call of the main thread.
@@ -139,6 +145,30 @@ def _raise_hang(signum: int, frame: FrameType | None) -> None:
         return
     page.hang_raised_at = monotonic()
     raise error
+
+
+def _raise_ignored_errors_again() -> None:
+    """Raise `HangError` again if Python ignores it, as in a finalizer that joins the processes of a data loader.
+
+    Otherwise the entrypoint would continue without the error, and the supervisor would kill it after the grace.
+    """
+    before = sys.unraisablehook
+
+    def hook(ignored: Any) -> None:
+        if not isinstance(ignored.exc_value, HangError):
+            before(ignored)
+            return
+        signal.signal(HANG_SIGNAL, _raise_hang)
+        _thread.start_new_thread(_send_again, ())  # Python would also ignore an exception that is raised in this hook
+
+    sys.unraisablehook = hook
+
+
+def _send_again() -> None:
+    time.sleep(AGAIN_AFTER_S)
+    # The handler differs if the entrypoint has ended, or if the supervisor has sent the signal again.
+    if signal.getsignal(HANG_SIGNAL) is _raise_hang:
+        os.kill(os.getpid(), HANG_SIGNAL)
 
 
 def _end_watch_in_child() -> None:

@@ -25,11 +25,13 @@ from support.hanging import COMPUTES, HANGS, SHORT, Watched, kill, start, watch
 from executors import LocalProcessExecutor, current_replica, launch
 from executors.process import CAN_FORK, HANG_SIGNAL, activity
 from executors.replica import Replica
+from executors.replica.shared_page import SharedPage
 from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
 from executors.run.run import view_of
 from executors.supervisor import watchdog
 from executors.testing.helpers import eventually
+from executors.worker.watched import start_watch
 
 SOFT_S, HARD_S = 4, 7
 HELD = "the GIL is held by a call that "
@@ -337,6 +339,31 @@ def test_a_rank_that_swallows_the_error_is_killed_after_its_grace() -> None:
     rank = start(swallow, "1s:60s")
     watch([rank])
     assert rank.exit_code == -signal.SIGKILL
+
+
+def test_an_error_that_python_ignores_in_a_finalizer_is_raised_again() -> None:
+    """For example, a data loader joins its processes in its finalizer."""
+
+    class Loader:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), HANG_SIGNAL)  # as the watchdog does it
+            time.sleep(60)
+
+    pid = os.fork()
+    if pid == 0:
+        found = "no error"
+        try:
+            page = SharedPage()
+            start_watch(page)
+            page.note_hang("it hangs")
+            loader = Loader()
+            del loader
+            time.sleep(60)
+        except BaseException as error:  # noqa: BLE001 - of a process that ends here
+            found = f"{type(error).__name__}: {error}"
+        finally:
+            os._exit(0 if found == "HangError: it hangs" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_a_helper_that_a_rank_forks_is_not_watched() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
 from executors import restartable
+from executors.process.lasting_threads import start_lasting_thread
 from executors.replica.restartable import hooks_of
+from executors.worker.same_process import running_threads
 
 
 async def is_async() -> None: ...
@@ -50,3 +54,15 @@ def test_a_plain_function_keeps_its_name_and_is_called_as_it_is_outside_of_a_rep
 def test_a_hook_that_is_not_a_function_is_refused_by_its_name() -> None:
     with pytest.raises(TypeError, match=r"restartable\(health_check=…\) takes a function, got 3"):
         restartable(health_check=3)  # type: ignore[arg-type]
+
+
+def test_a_thread_of_ours_is_known_before_it_runs_for_the_first_time() -> None:
+    """On a loaded machine it may run only after the entrypoint has failed, and then look like a thread of that call."""
+    over, before = threading.Event(), sys.getswitchinterval()
+    sys.setswitchinterval(3600.0)  # so that no other thread runs until this one waits
+    try:
+        ident = start_lasting_thread(over.wait)
+        assert ident in running_threads()
+    finally:
+        sys.setswitchinterval(before)
+        over.set()
