@@ -161,7 +161,8 @@ def launch(
                     env=parse_texts("--env", env),
                     origins=origins_of(context, backend, given, chosen),
                     **{**asked, "n": total},
-                ).with_run_id()
+                )
+                has_new_name, request = request.run_id is None, request.with_run_id()
                 by_part = options_by_part(backend, chosen)
 
                 def make(name: str) -> ServerlessExecutor:
@@ -172,7 +173,7 @@ def launch(
                     # Reading an entrypoint that imports torch takes a second. Without this line, the command would seem
                     # to hang.
                     with output.busy(f"Preparing {request.run_id}"):
-                        plan = plan_launch(request, executor_of(backend, make))
+                        plan = plan_launch(request, executor_of(backend, make), has_new_name=has_new_name)
                     warn_of_python_words("--arg", plan.request.args or {})
                     if dry_run:
                         output.document(plan.dry_run())

@@ -185,9 +185,9 @@ def launch(
     elif task_digest is not None or trust_bucket:
         raise ValueError("task_digest= and trust_bucket= go with resume=True: a new run's task is the one given.")
     else:
-        request = request.with_run_id()
+        has_new_name, request = request.run_id is None, request.with_run_id()
         with preparing(str(request.run_id)):
-            run = plan_launch(request, executor).start()
+            run = plan_launch(request, executor, has_new_name=has_new_name).start()
     from executors.run.run import manager_of  # not before locals() is read
 
     manager_of(run).shows_progress = progress

@@ -120,10 +120,7 @@ class LaunchPlan:
         store = local_store() if request.rendezvous is None else open_store(request.rendezvous)
         known = None if request.run_id is None else locate(self.run_id)
         if known is not None and (known != store.url or run_exists(store, self.run_id)):
-            raise RunExistsError(
-                f"Run {self.run_id!r} exists at {known}. Look at it with executors.attach({self.run_id!r}) or "
-                f"`replicas status {self.run_id}`. Choose another run id, or `replicas rm {self.run_id}`."
-            )
+            raise _exists(self.run_id, known)
         new = self._planned(store.url)
         if note := self.installation_note():
             print(f"replicas: {note}", file=sys.stderr)
@@ -224,8 +221,44 @@ class LaunchPlan:
         return url
 
 
-def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> LaunchPlan:
-    """Check everything about a launch except its store. Raises the same errors as `launch`."""
+def _check_is_free(run_id: str, given: str | Path | None) -> None:
+    """Refuse a run id that is taken, before the code is packed, which may take minutes.
+
+    Another launch may still take the id afterwards. `LaunchPlan.start` refuses that.
+    """
+    known = locate(run_id) if state_path().is_dir() else None  # a dry run must not create the state directory
+    rendezvous = state_path() if given is None else given
+    if (directory := directory_of(rendezvous)) is None:
+        store = open_store(rendezvous)
+        taken, url = run_exists(store, run_id), store.url
+        is_elsewhere = known not in (None, url)
+    else:
+        taken, url = os.path.isfile(directory / run_id / RUN_RECORD), directory.absolute().as_uri()
+        noted = None if known is None else directory_of(known)
+        # One of the two paths may lead through a symbolic link.
+        is_elsewhere = known is not None and (noted is None or noted.resolve() != directory.resolve())
+    if taken or is_elsewhere:
+        raise _exists(run_id, known or url)
+
+
+def _exists(run_id: str, url: str) -> RunExistsError:
+    return RunExistsError(
+        f"Run {run_id!r} exists at {url}. Look at it with executors.attach({run_id!r}) or `replicas status {run_id}`. "
+        f"Choose another run id, or `replicas rm {run_id}`."
+    )
+
+
+def plan_launch(
+    request: LaunchRequest, executor: str | ServerlessExecutor, *, has_new_name: bool = False
+) -> LaunchPlan:
+    """Check everything about a launch except its store. Raises the same errors as `launch`.
+
+    Args:
+        request: the request of the user.
+        executor: the executor, or its name.
+        has_new_name: True if the run id of the request was made for this launch, so that no other run can have it.
+            Default: the store is asked whether it has the run.
+    """
     check_working_directory()
     given = get_executor(executor) if isinstance(executor, str) else check_executor(executor)
     placements = as_placements(given, request.settings.n)
@@ -262,6 +295,8 @@ def plan_launch(request: LaunchRequest, executor: str | ServerlessExecutor) -> L
     settings = request.settings
     names: Any = {"env": list(request.env or ()), "secrets": settings.secrets}
     placements = placements.with_limits(gpu=settings.gpu, timeout_s=timeout, **names)
+    if request.run_id is not None and not has_new_name:
+        _check_is_free(request.run_id, rendezvous)
     with contextlib.closing(GitQuery(Path.cwd())) as look:
         placements.warm_up(request.entrypoint)
         for module in NEEDED_SOON:  # while this process imports, other processes warm up and ask git

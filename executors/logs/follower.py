@@ -66,6 +66,7 @@ def follow_logs(
     *,
     first: Mapping[int, int] | None = None,
     look_s: float = LOOK_S,
+    selects: Mapping[int, Callable[[str], bool]] | None = None,
 ) -> Iterator[tuple[int, int, str]]:
     """Yield (rank, attempt, line) for each complete line, until all ranks have ended and their logs are read.
 
@@ -78,8 +79,10 @@ def follow_logs(
         first: the attempt to begin with, by rank. Other ranks begin with their newest attempt, and ranks that are
             added later with their oldest.
         look_s: the time between two reads of the run's state, in seconds.
+        selects: by rank, a function that returns True for lines that the reader shows. `tail` counts these lines, among
+            the last 20,000 of the log. Later lines are yielded in any case. A rank that is missing: all lines count.
     """
-    follower = _Follower(logs, ranks, tail, first or {})
+    follower = _Follower(logs, ranks, tail, first or {}, selects or {})
     try:
         yield from follower.lines(look_s)
     finally:
@@ -87,8 +90,16 @@ def follow_logs(
 
 
 class _Follower:
-    def __init__(self, logs: Logs, ranks: Sequence[int] | None, tail: int, first: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        logs: Logs,
+        ranks: Sequence[int] | None,
+        tail: int,
+        first: Mapping[int, int],
+        selects: Mapping[int, Callable[[str], bool]],
+    ) -> None:
         self._logs = logs
+        self._selects = selects
         self._asked = ranks
         self._tail = tail
         self._first = first
@@ -102,7 +113,9 @@ class _Follower:
     def lines(self, look_s: float) -> Iterator[tuple[int, int, str]]:
         self._positions = self._logs.look(self._asked)
         firsts = {rank: self._first.get(rank, position.attempt) for rank, position in self._positions.items()}
-        self._ranks = {rank: _Rank(self._logs, rank, self._tail, first) for rank, first in firsts.items()}
+        self._ranks = {
+            rank: _Rank(self._logs, rank, self._tail, first, self._selects.get(rank)) for rank, first in firsts.items()
+        }
         each = list(self._ranks.values())
         for place in range(min(MAX_THREADS, len(each))):
             self._start(lambda mine=each[place::MAX_THREADS]: self._read(mine))  # type: ignore[misc]
@@ -199,8 +212,11 @@ class _Follower:
 class _Rank:
     """The reader of one rank's logs. Only one thread uses it."""
 
-    def __init__(self, logs: Logs, rank: int, tail: int, first: int) -> None:
+    def __init__(
+        self, logs: Logs, rank: int, tail: int, first: int, selects: Callable[[str], bool] | None = None
+    ) -> None:
         self.rank = rank
+        self._selects = selects
         self._logs = logs
         self._tail = tail
         self._has_ended = False
@@ -246,11 +262,14 @@ class _Rank:
         """Yield the new lines. If the attempt has ended, yield all remaining lines."""
         is_first = self._log is None
         self._log = self._log or self._logs.open(self.rank, self.attempt)
-        if self._log is None or (is_first and self._log.may_lag):
-            # More lines are read than shown, because `_missing` searches them for the output tail of the outcome.
-            parts = () if self._log is None else self._log.lines(max(self._tail, WINDOW_LINES), has_ended=has_ended)
+        if self._log is None or (is_first and (self._log.may_lag or self._selects is not None)):
+            # More lines are read than shown, because `_missing` searches them for the output tail of the outcome, and
+            # because only some of them may be of the process that the user asked for.
+            n = max(self._tail, WINDOW_LINES if self._selects is None else WHOLE)
+            parts = () if self._log is None else self._log.lines(n, has_ended=has_ended)
             before = [line for part in parts for line in self._remembered(part)]
             before += self._missing() if has_ended else []
+            before = [line for line in before if self._selects is None or self._selects(line)]
             yield before[max(0, len(before) - self._tail) :]
             return
         for lines in self._log.lines(self._tail, has_ended=has_ended):

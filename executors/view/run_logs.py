@@ -111,13 +111,22 @@ class LineFilter:
         """True if the whole log must be read to find the lines."""
         return self.grep is not None or self.since is not None or self.until is not None
 
+    def selects(self, rank: int, line: str) -> bool:
+        """Return True if the filter includes a line, whose time is not checked.
+
+        Args:
+            rank: the rank whose log has the line.
+            line: the line as it is in the log.
+        """
+        if rank in self.members and not self.members[rank].include(line):
+            return False
+        return self.grep is None or self.grep.search(self.clean(line).removesuffix("\n")) is not None
+
     def shown(self, attempt: Attempt, line: str, *, is_one: bool) -> str:
         """Return a line with its prefix and newline. Empty if the filter excludes the line."""
-        if attempt.rank in self.members and not self.members[attempt.rank].include(line):
+        if not self.selects(attempt.rank, line):
             return ""
         text = self.clean(line)
-        if self.grep is not None and not self.grep.search(text.removesuffix("\n")):
-            return ""
         if self.prefix is None:
             return text if is_one else f"[{attempt.rank}] {text}"
         return self.prefix.format(rank=attempt.rank, attempt=attempt.number, run_id=attempt.run_id) + text
@@ -475,12 +484,16 @@ class RunLogs:
                 *earlier, newest = self._attempts(rank)
                 for attempt in earlier:
                     yield rank, attempt.number, begins(attempt.number)
-                    lines = _split(self._tail(attempt, n_lines))
+                    read = chain.from_iterable(self._parts(attempt, n_lines))
+                    lines = deque((line for line in read if self._chosen.selects(rank, line)), n_lines)
                     yield from ((rank, attempt.number, line.removesuffix("\n") + "\n") for line in lines)
                 yield rank, newest.number, begins(newest.number)
                 first[rank] = newest.number
         look_s = LOOK_S if self._records.is_near else FAR_LOOK_S
-        yield from follow_logs(self, None if grows else ranks, n_lines, first=first, look_s=look_s)
+        # Otherwise `tail` would count lines of other processes, or without the text, and fewer lines would be shown.
+        filtered = ranks if self._chosen.grep is not None else [rank for rank in ranks if rank in self._chosen.members]
+        selects = {rank: functools.partial(self._chosen.selects, rank) for rank in filtered}
+        yield from follow_logs(self, None if grows else ranks, n_lines, first=first, look_s=look_s, selects=selects)
 
     # `follow_logs` calls the next three methods.
 

@@ -197,6 +197,11 @@ def test_the_lines_of_one_process_of_a_replica_are_chosen_by_its_number(
             shown = bars.replicas("logs", "mine", "-r", asked, *follow)
             assert (shown.code, sorted(shown.stdout.splitlines())) == (0, sorted(expected)), shown
     assert bars.replicas("logs", "mine", "-r", "1.1", "-n", 1, "--grep", "of").stdout == "[1] of 1.1\n"
+    for more in ((), ("--follow",), ("--follow", "--attempt", "all")):
+        for asked, last in (("1.0", leader[-1]), ("1.1", follower[-1])):
+            shown = bars.replicas("logs", "mine", "-r", asked, "-n", 1, *more)
+            lines = [line for line in shown.stdout.splitlines() if "===" not in line]
+            assert lines == [last], "the lines of the other process count"
     rows = bars.replicas("logs", "mine", "-r", "0,1.1", "--json").json["replicas"]
     assert [(row["rank"], row["members"]) for row in rows] == [(0, None), (1, [1])]
     assert rows[1]["log"] == "[1] of 1.1\n[1] 20 %\n"

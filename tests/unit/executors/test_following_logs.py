@@ -100,6 +100,14 @@ def test_a_rank_whose_log_does_not_answer_holds_up_no_other_and_not_the_end_of_f
     never.set()
 
 
+def test_the_last_lines_are_counted_among_those_that_the_reader_shows() -> None:
+    text = [f"[{number % 3}] {number}\n" for number in range(30)]
+    scene = Scene(lambda rank, attempt: Scripted(lambda: text), has_ended=True)
+    selects = {0: lambda line: line.startswith("[1]"), 1: lambda line: False}
+    lines = [(rank, line) for rank, _, line in follow_logs(scene, range(2), 2, look_s=PATIENCE_S, selects=selects)]
+    assert lines == [(0, "[1] 25\n"), (0, "[1] 28\n")]
+
+
 def test_a_reader_that_is_slow_makes_the_logs_wait() -> None:
     numbers = itertools.count()
     lines = follow_logs(Scene(lambda rank, attempt: Scripted(lambda: [f"{next(numbers)}\n"])), range(N + 9), 5)

@@ -18,6 +18,7 @@ from executors.errors import (
     RunNotFoundError,
     UnknownHandleError,
 )
+from executors.registry.placements import Placements
 
 PLAIN = LocalProcessExecutor(preload=())
 
@@ -139,6 +140,22 @@ def test_a_taken_run_id_explains_how_to_attach() -> None:
         run.wait(30)
     with pytest.raises(RunExistsError, match="attach"):
         launch(PLAIN, nothing, 1, run_id="mine")
+
+
+@pytest.mark.parametrize("place", ["known here", "in the store alone"])
+def test_a_taken_run_id_is_refused_before_the_code_is_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    store = tmp_path / "store"
+    with launch(PLAIN, nothing, 1, run_id="mine", rendezvous=store) as run:
+        run.wait(30)
+    if place == "in the store alone":  # as after a launch on another machine
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
+    packed = list[object]()
+    monkeypatch.setattr(Placements, "package", lambda _, entrypoint: packed.append(entrypoint))
+    with pytest.raises(RunExistsError, match="attach"):
+        launch(PLAIN, nothing, 1, run_id="mine", rendezvous=store)
+    assert packed == []
 
 
 def test_an_unknown_run_explains_how_to_name_one_elsewhere_and_the_nearest_here() -> None:
