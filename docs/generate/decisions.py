@@ -14,5 +14,6 @@ def decisions_page() -> str:
     listed = re.sub(r"\[(\d{4})\]\([^)]*\)", r"ADR \1", f"## {rest}")
     return (
         "# Decisions\n\nThe repository's folder `ADRs` has a record for each decision: what was decided, what was "
-        "rejected and why, and how a test checks it. Read one when you wonder why something is as it is.\n\n" + listed
+        "rejected and why, and how a test checks it. Read one when you want to know the reason "
+        "for a part of the design.\n\n" + listed
     )

@@ -174,7 +174,7 @@ class _Follower:
             if positions != before:
                 self._parts.put(
                     None
-                )  # if all ranks have ended, the follower ends; a rank that continued in its old log is not read again
+                )  # if all ranks have ended, the follower ends, although a rank may have continued in its old log
 
     def _read(self, ranks: Sequence[_Rank]) -> None:
         outage = Outage(FOLLOWER, "the logs")

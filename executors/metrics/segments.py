@@ -106,7 +106,7 @@ class Lines:
         return self
 
     def _like_before(self, line: Any) -> Numbers | None:
-        """Parse a line quickly if it has the same keys as the line before. Almost all lines have."""
+        """Parse a line quickly if it has the same keys as the line before, as almost all lines do."""
         if line.__class__ is not dict or line.keys() != self._accepted:
             return None
         values = line.values()

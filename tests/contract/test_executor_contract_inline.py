@@ -11,7 +11,7 @@ from executors.testing import ExecutorContract
 from executors.testing.executor_contract import task
 
 ONE = "one process is one replica"
-NO_LIMIT = "nothing ends the caller's own process when its time is over"
+NO_LIMIT = "no process ends the caller's own process at its time limit"
 TERMINAL = "its output goes where the process prints"
 
 

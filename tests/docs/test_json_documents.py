@@ -82,7 +82,7 @@ def test_a_run_whose_backend_is_not_installed_is_described(verb: str, folder: Fo
 
 @pytest.mark.timeout(600)
 def test_each_document_of_the_scene_is_as_its_schema_says(tmp_path: Path) -> None:
-    """It calls each verb in a process of its own, so it runs at night."""
+    """The test calls each verb in a separate process, so it runs at night."""
     wrong = {}
     for kind, verb, document in calls(Scene(tmp_path)):
         if problems := problems_of(kind, document):

@@ -97,7 +97,7 @@ def test_the_default_of_short_plans_never_measured_worse_than_one_replica_alone(
 
 
 def test_more_momentum_than_the_default_of_short_plans_gains_more_from_20_rounds_on(measured: list[Any]) -> None:
-    """It gains less in 10 rounds, and in rounds of 5 steps."""
+    """More momentum gains less in 10 rounds, and in rounds of 5 steps."""
     default, more = above_alone(measured, LOWEST), above_alone(measured, LOWER)
     for rounds in {plan.rounds for plan in default}:
         kinds = {(plan.n, plan.inner_steps) for plan in default if plan.rounds == rounds and rounds >= 20}

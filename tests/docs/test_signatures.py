@@ -78,7 +78,7 @@ def test_no_public_signature_shows_a_function_as_a_default() -> None:
 
 
 def test_no_callback_of_a_trainer_shows_a_function_as_a_default() -> None:
-    """It imports both trainers, which takes seconds, so it runs at night."""
+    """The test imports both trainers, which takes seconds, so it runs at night."""
     here = [each for each in public() if each.path.startswith("diloco.trainers.")]
     assert here
     assert [name for each in here for name in functions_as_defaults(each)] == []

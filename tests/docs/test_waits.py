@@ -11,9 +11,9 @@ ROOT = Path(__file__).parents[2]
 ADR = next((ROOT / "ADRs").glob("*-one-patience.md"))
 OWN_WAIT = re.compile(r"^(?:PATIENCE|OUTAGE|RETRY|STORE_LIMIT)\w*_S\b", re.MULTILINE)
 OTHER_WAITS = {
-    "executors/backends/jobs/service.py": "the patience with job services, which ask for pauses of their own",
-    "executors/metrics/recorder.py": "a pause between two tries of what is written again anyway",
-    "executors/replica/warning_log.py": "a pause between two tries of what is written again anyway",
+    "executors/backends/jobs/service.py": "the longest wait for job services, which ask for their own pauses",
+    "executors/metrics/recorder.py": "a pause between two writes of an object that is written again in any case",
+    "executors/replica/warning_log.py": "a pause between two writes of an object that is written again in any case",
     "executors/shipping/checkout.py": "the patience with git",
 }
 

@@ -185,7 +185,7 @@ def test_replicas_are_added_by_another_executor_and_count_like_the_others(machin
 def test_an_addition_to_a_released_run_is_reported_to_continue(
     machines: Machines, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its containers read the run's lease, which no process needs to renew any more."""
+    """The containers of the addition read the run's lease, which no process must renew after the release."""
     run = launched(folder, f"{FAKE}:1")
     note = "Run 'otter' continues on its own, and so do the added replicas, to their time limit"
     found = attach("otter", executor=FakeExecutor())

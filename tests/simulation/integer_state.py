@@ -85,7 +85,7 @@ WIRES: dict[str, tuple[Wire, Wire]] = {
     "each": (FP32, EACH),
     "sparse, each": (Multiples(1, np.int16, half, keeps=0.5, live=0.25), EACH),
 }
-"""The wires of contributions and of means. The sparse one sends a unit in two, and holds the rest in two places.
+"""The wires of contributions and of means. The sparse wire sends one unit of two, and holds the rest in two places.
 
 With `each`, means are not stored, and every replica computes them.
 """

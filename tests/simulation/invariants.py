@@ -106,7 +106,7 @@ class Invariants:
             not 0 <= unit - made <= most_left(self.scenario.wires, process.state.done)
             for unit, made in zip(units, phase.uncounted_steps, strict=True)
         ):
-            raise Violation(f"{process.name} has {units} uncounted steps and believes in {phase.uncounted_steps}")
+            raise Violation(f"{process.name} has {units} uncounted steps, but its phase counts {phase.uncounted_steps}")
 
     def _check_waits(
         self,
@@ -126,7 +126,7 @@ class Invariants:
             60 * scenario.answer_s + 3 * scenario.upload_s + 1.2
         )  # the pauses between two looks are a second at most
         if was_out and not adopted and now - began_s > 60 * scenario.answer_s + scenario.upload_s:
-            raise Violation(f"I12: {process.name}, out of phase, stood still for {now - began_s:.3f} s")
+            raise Violation(f"I12: {process.name}, out of phase, made no step for {now - began_s:.3f} s")
         if scenario.sharded or (adopted and process.steps.is_final(adopted[-1].round - 1)):
             return  # waits for a mean do not count, and at the end of a plan a replica can only wait
         grace_s = max(scenario.grace_s, scenario.phase_s / 20)
@@ -172,7 +172,7 @@ class Invariants:
             n_since += sent_s > calm_s and len(left_out) < len(here)
             if left_out and n_since > 2:
                 raise Violation(
-                    f"I11: {left_out[0].name} is not in seal {entry} at {at_s:.3f} s; all was calm from {calm_s:.3f} s"
+                    f"I11: {left_out[0].name} is not in seal {entry} at {at_s:.3f} s; no fault after {calm_s:.3f} s"
                 )
 
     def _check_collection(self, key: str) -> None:
@@ -343,7 +343,7 @@ class Invariants:
         if seal.phase_s != max(head.phase_s for head, _ in sent.values()):
             raise Violation(f"entry {entry}: the seal does not have the longest phase of its replicas")
         if seal.same:  # no two processes do equal work
-            raise Violation(f"entry {entry}: the seal takes the work of {seal.same} for the same")
+            raise Violation(f"entry {entry}: the seal names the work of {seal.same} as equal")
         if seal.shards and any(self.keys.mean(entry, shard) not in self.store.ever for shard in range(seal.shards)):
             return  # all processes died before there was a mean
         mean, left_out = self.stored_mean(entry)
@@ -353,7 +353,7 @@ class Invariants:
                 spoilt.add(int(seal.replicas[rank].nonce[5:]))
                 key = self.keys.contribution(entry, rank)
                 if key not in self.store.ever_rotten and self.store.garbled.get(key, 0) < 3:
-                    raise Violation(f"entry {entry}: rank {rank} was left out, and what it sent is fine")
+                    raise Violation(f"entry {entry}: rank {rank} was left out, although its contribution is intact")
             total = sum(seal.replicas[rank].weight for rank in members)
             expected = sum(sent[rank][1][slot] * seal.replicas[rank].weight for rank in members) / (total or 1.0)
             rounding = 1e-4 * max(1.0, abs(expected)) + 2 / 1024 * (self.scenario.wires != "exact")
@@ -372,7 +372,7 @@ class Invariants:
             # A sparse wire sends the rest of all earlier steps, too, and those may be many more than these.
             made = self.processes[int(nonce[5:])].state.done
             if is_known and abs(payload.sum() - head.steps) > most_left(self.scenario.wires, made):
-                raise Violation(f"rank {rank} sent {payload.sum()} units and calls them {head.steps} steps")
+                raise Violation(f"rank {rank} sent {payload.sum()} units, but reports {head.steps} steps")
         if abs(head.weight - expected) > 1e-6:
             raise Violation(f"rank {rank} sent {head.steps} steps with a weight of {head.weight}, not {expected}")
 

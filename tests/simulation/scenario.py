@@ -38,7 +38,7 @@ class Scenario:
     entries: list[int]
     sharded: bool
     overlap: bool | None
-    """True if steps are made between sending a contribution and applying the mean. None: as many as the mean needs."""
+    """True if steps are made between sending a contribution and applying the mean. None: as the mean needs it."""
     min_quorum: int
     all_leave_outcomes: bool
     copies: float

@@ -227,7 +227,7 @@ class Simulation(Invariants):
                 process.adopted_s.append(world.now)
             steps = process.steps
             if steps.is_over(side.position) and side.phase.run_step < (steps.total_steps or 0):
-                raise Violation(f"{process.name}: the plan is over, and its steps are not")
+                raise Violation(f"{process.name}: the plan has ended before its last step")
             if checkpoint is None:
                 self._check_ledger(process, side.phase)
             if scenario.is_phased:

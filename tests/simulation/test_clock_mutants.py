@@ -32,7 +32,7 @@ def count_time_at_the_end_of_a_plan(self: Phase, from_s: float) -> None:
 
 MUTANTS: dict[str, tuple[Patch, int]] = {
     "rounds are due by steps": (wrapped(Phase, "count_step", count_steps), 1),
-    "all work weighs the same": (
+    "all work has the same weight": (
         replaced(WorkScale, "_weight_of", lambda self, entry, fragment: self._weight(entry)),
         0,
     ),
@@ -40,9 +40,12 @@ MUTANTS: dict[str, tuple[Patch, int]] = {
         replaced(Phase, "advance_after_catch_up", count_the_steps_since_the_look),
         9,
     ),
-    "a last round waits for its time": (replaced(Phase, "_count_from", count_time_at_the_end_of_a_plan), 10),
+    "a last round waits until it is due by the clock": (
+        replaced(Phase, "_count_from", count_time_at_the_end_of_a_plan),
+        10,
+    ),
     "no replica waits for the step of the slowest one": (replaced(Phase, "apart_s", lambda self, phase_s: 0.0), 1),
-    "an overlap is told whole": (
+    "a sender reports its whole overlap": (
         replaced(Phase, "ahead_s", lambda self, entry: 0.0 if self._plan.is_final(entry) else self._overlap_s),
         199,
     ),
@@ -56,7 +59,7 @@ def test_undoing_a_rule_of_the_clock_is_noticed(mutant: str, monkeypatch: pytest
     patch(monkeypatch)
     found = first_violation(shown_by)
     assert found, f"150 schedules did not notice that {mutant}."
-    assert not BROKEN.search(found), f"not the rule, the mutant is broken: {found}"
+    assert not BROKEN.search(found), f"the mutant itself is broken: {found}"
 
 
 def clocked(seed: int) -> Scenario:

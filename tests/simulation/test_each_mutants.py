@@ -70,9 +70,12 @@ def apply_at_once(collect: Callable[..., Any], self: Reducer, entry: EntryState,
 
 
 MUTANTS: dict[str, tuple[Patch, dict[str, Any]]] = {
-    "the stored head does not decide": (wrapped(Reducer, "_compute_as_decided", trust_the_own_mean), ROTTING),
+    "the stored head does not decide which work counts": (
+        wrapped(Reducer, "_compute_as_decided", trust_the_own_mean),
+        ROTTING,
+    ),
     "digests are not compared": (replaced(Reducer, "_compute_as_decided", do_not_compare_digests), ROTTING),
-    "a head does not say what it leaves out": (wrapped(Reducer, "_reduced", leave_nothing_out), ROTTING),
+    "a head does not name the ranks that it leaves out": (wrapped(Reducer, "_reduced", leave_nothing_out), ROTTING),
     "no head is stored": (wrapped(Reducer, "collect", apply_at_once), {}),
 }
 
@@ -85,4 +88,4 @@ def test_undoing_a_rule_about_means_that_are_not_stored_is_noticed(
     patch(monkeypatch)
     found = first_violation(**changes)
     assert found, f"The schedules of {SEEDS} seeds did not notice that {mutant}."
-    assert not BROKEN.search(found), f"not the rule, the mutant is broken: {found}"
+    assert not BROKEN.search(found), f"the mutant itself is broken: {found}"

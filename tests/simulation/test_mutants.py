@@ -145,18 +145,18 @@ def take_zeros_for_a_missing_mean(collect: Any, self: Reducer, entry: Any, seal:
     return mean if mean is not None else [np.zeros(entry.layout.mean_bytes, np.uint8).data]
 
 
-NEVER_LEFT_OUT, AT_ONCE = "rotten inputs are never left out", "pointers do not wait for seals that agree with them"
+NEVER_LEFT_OUT, AT_ONCE = "damaged inputs are never left out", "pointers do not wait for seals that agree with them"
 SHOWN_BY = {
     "another nonce changes nothing": 441,
     "gone is corrupt": 427,
     "rotten inputs are averaged": 96,
     "no replica says bye": 21,
-    "entries jumped over have no verdict": 461,
+    "skipped entries have no verdict": 461,
 }
 """Seeds of schedules that show a mutant which few schedules show. They are tried first."""
 MUTANTS: dict[str, Patch] = {
     "seals are collected": collecting(lambda store, keys, end: [keys.seal(entry) for entry in range(end)]),
-    "the answer of the own put is believed": believe_the_answer_of_the_own_put,
+    "a replica believes the reply to its own put": believe_the_answer_of_the_own_put,
     "another nonce changes nothing": wrapped(SealLog, "verdict", keep_what_another_nonce_counted),
     "each replica averages for itself": replaced(Reducer, "collect", average_for_oneself),
     "the owner applies its own bytes": replaced(Reducer, "_adopt_stored", lambda self, e, s, shard, head, own: own),
@@ -166,13 +166,13 @@ MUTANTS: dict[str, Patch] = {
     NEVER_LEFT_OUT: wrapped(Reducer, "_compute", never_leave_an_input_out),
     "no replica says bye": replaced(TrainingSide, "say_bye", lambda self: None),
     "the seal is not read back": apply_the_own_seal,
-    "live work survives being counted": replaced(SealLog, "verdict", lambda self, seal: Verdict.KEPT),
+    "counted work stays in the live parameters": replaced(SealLog, "verdict", lambda self, seal: Verdict.KEPT),
     "a missing mean counts as decided": wrapped(Reducer, "collect", take_zeros_for_a_missing_mean),
     AT_ONCE: replaced(SnapshotWriter, "_agrees", lambda self, copy, entry, seal: True),
-    "entries jumped over have no verdict": replaced(
+    "skipped entries have no verdict": replaced(
         SealLog, "verdicts", lambda self, first, end: [None] * len(self._context.layouts)
     ),
-    "what a wire leaves out is lost": wrapped(IntegerState, "apply", take_all_that_was_held_for_what_was_sent),
+    "the rounding error of a wire is lost": wrapped(IntegerState, "apply", take_all_that_was_held_for_what_was_sent),
     "all parts are collected": collecting(lambda store, keys, end: store.list_keys(keys.parts())),
 }
 
@@ -195,7 +195,7 @@ def test_undoing_a_rule_of_the_protocol_is_noticed(mutant: str, monkeypatch: pyt
     MUTANTS[mutant](monkeypatch)
     found = first_violation(mutant)
     assert found, f"4,000 schedules did not notice that {mutant}."
-    assert not BROKEN.search(found), f"not the rule, the mutant is broken: {found}"
+    assert not BROKEN.search(found), f"the mutant itself is broken: {found}"
 
 
 def first_violation(mutant: str) -> str:

@@ -161,7 +161,7 @@ def resumed() -> None:
 
 
 MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
-    "an unexpected replica counts its own waiting": (wrapped(Sealer, "_is_over", count_the_own_waiting), schedule(1)),
+    "an unexpected replica counts its own wait": (wrapped(Sealer, "_is_over", count_the_own_waiting), schedule(1)),
     "a late replica waits for the next round": (
         wrapped(TrainingSide, "deliver", wait_for_the_next_round),
         schedule(26),
@@ -170,12 +170,12 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
         replaced(Sealer, "unobserved_wait_s", 1e9),
         scenes.a_replica_whose_peers_vanished_continues_alone,
     ),
-    "one presents oneself when an expected contribution is seen": (
+    "a late replica contributes when it sees an expected contribution": (
         wrapped(RoundRunner, "contribute_early", present_when_an_expected_contribution_is_seen),
         schedule(1),
     ),
     "no replica has a head start": (wrapped(RoundRunner, "_prepare_result", forget_the_head_start), schedule(1)),
-    "ranks seal and not processes": (
+    "a seal expects ranks instead of processes": (
         replaced(Membership, "names", lambda self, rank, attempt, nonce: rank in self.expected),
         in_model("a kill every 60 s, phase 100"),
     ),
@@ -193,12 +193,12 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
         schedule(1),
     ),
     "presented work counts again": (wrapped(StepAccount, "verdict", count_presented_work_again), schedule(8)),
-    "steps made since are lost at the adoption": (wrapped(StepAccount, "verdict", lose_steps_made_since), schedule(1)),
-    "a presence weighs as much as work": (
+    "an adopted seal removes later steps": (wrapped(StepAccount, "verdict", lose_steps_made_since), schedule(1)),
+    "a contribution without work has the weight of work": (
         replaced(WorkScale, "_early_weight", lambda self, entry, fragment: 1.0),
         schedule(1),
     ),
-    "the bound knows no phase": (
+    "the bound of a wait ignores the phase": (
         replaced(Sealer, "unobserved_wait_s", property(lambda self: self._most_grace_s)),
         schedule(11),
     ),
@@ -207,11 +207,11 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
         scenes.a_dead_replica_costs_the_others_one_grace_from_when_they_waited,
     ),
     "no replica looks": (replaced(RoundRunner, "look", lambda self: False), schedule(1)),
-    "a replica that presents itself says nothing of its phase": (
+    "an early contribution does not report the phase": (
         wrapped(Seal, "data", seal_no_phase_if_no_replica_waits),
         schedule(5),
     ),
-    "a phase lasts as long as was trained so far": (
+    "the length of a phase is the time of training so far": (
         wrapped(Phase, "count_step", take_what_was_trained_for_a_phase),
         scenes.three_of_ten_steps_tell_how_long_ten_take,
     ),
@@ -220,12 +220,12 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
         replaced(TrainingSide, "leave", wait_before_leaving),
         scenes.a_replica_that_leaves_out_of_phase_does_not_wait,
     ),
-    "the steps that were made count and not the run's": (
+    "a replica counts its own steps instead of the run's steps": (
         replaced(Phase, "_advance", count_the_steps_that_were_made),
         schedule(26),
     ),
-    "one entry is adopted at a look": (adopt_one_entry_at_a_look, schedule(1)),
-    "nothing ends a wait out of phase": (
+    "a look adopts only one entry": (adopt_one_entry_at_a_look, schedule(1)),
+    "a wait out of phase has no end": (
         wrapped(Sealer, "check_time", never_end_a_wait_out_of_phase),
         scenes.a_quorum_that_cannot_be_reached_ends_a_replica_out_of_phase,
     ),
@@ -238,7 +238,7 @@ def test_undoing_a_rule_about_phases_is_noticed(mutant: str, monkeypatch: pytest
     patch(monkeypatch)
     with pytest.raises((AssertionError, pytest.fail.Exception)) as noticed:
         notices()
-    assert not BROKEN.search(str(noticed.value)), f"not the rule, the mutant is broken: {noticed.value}"
+    assert not BROKEN.search(str(noticed.value)), f"the mutant itself is broken: {noticed.value}"
 
 
 def test_without_a_mutant_the_schedules_that_show_them_are_fine() -> None:

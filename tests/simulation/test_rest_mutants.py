@@ -58,9 +58,9 @@ MUTANTS: dict[str, Patch] = {
     "the rest is not packed": pack_without_the_rest,
     "the rest survives dropped work": replaced(WaitingRest, "clear", lambda self: None),
     "a share is given up twice with later steps": wrapped(HeldWork, "remove_sent", give_up_twice),
-    "an earlier attempt's work is all live": replaced(WaitingRest, "restore", restore_all_as_live),
+    "all work of an earlier attempt becomes live": replaced(WaitingRest, "restore", restore_all_as_live),
     "no rest is in the live parameters": wrapped(WaitingRest, "divide", leave_all_in_the_buffer),
-    "the rest that was sent stays": wrapped(WaitingRest, "divide", keep_the_earlier_rest_too),
+    "a rest that was sent is kept": wrapped(WaitingRest, "divide", keep_the_earlier_rest_too),
 }
 
 
@@ -69,7 +69,7 @@ def test_undoing_a_rule_about_the_rest_is_noticed(mutant: str, monkeypatch: pyte
     MUTANTS[mutant](monkeypatch)
     found = first_failure()
     assert found, f"The schedules of {SEEDS} seeds did not notice that {mutant}."
-    assert not BROKEN.search(found), f"not the rule, the mutant is broken: {found}"
+    assert not BROKEN.search(found), f"the mutant itself is broken: {found}"
 
 
 def test_without_a_mutant_the_same_schedules_are_fine() -> None:

@@ -52,14 +52,20 @@ def do_not_wait_for_an_answer(patch: pytest.MonkeyPatch) -> None:
 
 
 MUTANTS: dict[str, tuple[Patch, int]] = {
-    "the steps of what was counted stay in the account": (
+    "the steps of counted work stay in the account": (
         wrapped(TrainingSide, "_merge", keep_the_steps_of_what_was_counted),
         1,
     ),
-    "a job is done although something else has landed": (do_each_round_and_look, 11156),
-    "the rounds look on after they have landed": (wrapped(RoundRunner, "_prepare_result", look_on_after_a_result), 1),
-    "a sender that overlaps does not say how early it is": (replaced(Phase, "ahead_s", lambda self, entry: 0.0), 1060),
-    "a step counts from the look in its midst": (wrapped(Phase, "note_unsealed", count_steps_from_the_look), 2840),
+    "a job runs although another result has arrived": (do_each_round_and_look, 11156),
+    "the round runner continues to look after its result has arrived": (
+        wrapped(RoundRunner, "_prepare_result", look_on_after_a_result),
+        1,
+    ),
+    "a sender with an overlap does not report how early it is": (
+        replaced(Phase, "ahead_s", lambda self, entry: 0.0),
+        1060,
+    ),
+    "a step counts from a look in the middle of it": (wrapped(Phase, "note_unsealed", count_steps_from_the_look), 2840),
     "phases of one step wait for no answer": (do_not_wait_for_an_answer, 2400),
 }
 """Each mutant has the seed of a schedule that shows it. If that schedule no longer shows it, others are tried."""
@@ -71,7 +77,7 @@ def test_undoing_a_rule_between_both_sides_is_noticed(mutant: str, monkeypatch: 
     patch(monkeypatch)
     found = first_violation(shown_by)
     assert found, f"400 schedules did not notice that {mutant}."
-    assert not BROKEN.search(found), f"not the rule, the mutant is broken: {found}"
+    assert not BROKEN.search(found), f"the mutant itself is broken: {found}"
 
 
 def first_violation(shown_by: int) -> str:

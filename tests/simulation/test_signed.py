@@ -210,7 +210,7 @@ def test_forged_records_can_stop_a_signed_run_but_not_change_it() -> None:
         adopted += sum(len(process.adopted_s) for process in simulation.processes)
     assert min(attacks.values()) > 5 * SCHEDULES, attacks
     assert len(attacks) == 5
-    assert adopted > 3 * SCHEDULES, "hardly a round came about, so nothing is shown"
+    assert adopted > 3 * SCHEDULES, "too few rounds were sealed, so nothing was tested"
 
 
 def without_the_object_s_key(self: Signatures, key: str, head: bytes) -> bytes:

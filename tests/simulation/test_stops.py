@@ -80,11 +80,11 @@ def ending_by(rule: Callable[..., None]) -> Patch:
 
 
 MUTANTS: dict[str, Patch] = {
-    "a replica ends by its own wish": wrapped(RoundRunner, "_apply", end_by_the_own_wish),
-    "no replica reads who wished it": ending_by(lambda *where: None),
+    "a replica ends because of its own request": wrapped(RoundRunner, "_apply", end_by_the_own_wish),
+    "no replica reads which ranks asked for the end": ending_by(lambda *where: None),
     "a run ends an entry later": ending_by(end_with_the_next),
-    "one wish is not enough": ending_by(end_with_two_wishes),
-    "the seal leaves out the second wish": wrapped(Sealer, "_seal_with", seal_one_wish),
+    "one request is not enough": ending_by(end_with_two_wishes),
+    "the seal leaves out the second request": wrapped(Sealer, "_seal_with", seal_one_wish),
 }
 
 
@@ -93,7 +93,7 @@ def test_undoing_the_rule_of_the_end_is_noticed(mutant: str, monkeypatch: pytest
     MUTANTS[mutant](monkeypatch)
     found = first_violation()
     assert found, f"600 schedules did not notice that {mutant}."
-    assert not BROKEN.search(found), f"not the rule, the mutant is broken: {found}"
+    assert not BROKEN.search(found), f"the mutant itself is broken: {found}"
 
 
 def first_violation() -> str:

@@ -135,7 +135,7 @@ class World:
 
     def hold(self, name: str, until_s: float) -> None:
         """Suspend a process until a time."""
-        self.note(f"{name} is held up until {until_s:.3f} s")
+        self.note(f"{name} is suspended until {until_s:.3f} s")
         self._held[name] = until_s
 
     def note(self, what: str) -> None:

@@ -266,7 +266,7 @@ def test_a_model_in_bf16_trains_over_a_sparse_wire() -> None:
 def test_a_malformed_contribution_is_left_out_and_the_run_continues(
     what: str, is_sharded: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its head and its digests are right, as from a faulty program that has the run's key."""
+    """The head and the digests of the contribution are right, as if a faulty program with the run's key had sent it."""
     caplog.set_level(logging.WARNING)
     store = MemoryStore()
     limits = Limits(small_bytes=0 if is_sharded else 1 << 20, grace_s=0.05, takeover_after_s=0.01)

@@ -98,12 +98,12 @@ class LogChecker:
         prefix, rank, policy = self.simulation.entries[:index], self.ranks[entry.rank], self.policy
         end = self.simulation.store.ends.get((entry.rank, entry.ended))
         if policy is None or end is None or end.status is not ReplicaStatus.FAILED or end.reason == "fenced":
-            raise Violation(f"entry {index} answers what is not to be answered: {end}")
+            raise Violation(f"entry {index} decides about an end that needs no decision: {end}")
         if entry.ended <= rank.answered:
             raise Violation(f"S2: entry {index} answers attempt {entry.ended} of rank {entry.rank} again")
         for each in {entry.rank, *entry.start}:
             if is_blocked(prefix, each) or (self.ranks[each].is_given_up and each != entry.rank):
-                raise Violation(f"S3: entry {index} is a {entry.kind} of rank {each}, which is ended or given up")
+                raise Violation(f"S3: entry {index} is a {entry.kind} of rank {each}, which has ended or was given up")
         rank.answered = entry.ended
         for each, number in entry.start.items():
             self.ranks[each].answered = max(self.ranks[each].answered, number - 1)
@@ -122,9 +122,7 @@ class LogChecker:
         }
         if entry.kind != "restart":
             if not found[entry.why]:
-                raise Violation(
-                    f"entry {index} says {entry.kind} of rank {entry.rank} for {entry.why}, which is not so"
-                )
+                raise Violation(f"entry {index} is a {entry.kind} of rank {entry.rank} for {entry.why}, which is wrong")
             rank.is_given_up = entry.kind == "give_up"
             return
         if found["budget"] or found["no_progress"] or entry.charged == is_free:
@@ -157,7 +155,7 @@ class LogChecker:
             is_over = any(key[0] == rank and end.status is not ReplicaStatus.FAILED for key, end in ends.items())
             is_over = is_over or self.ranks[rank].is_given_up or is_blocked(self.simulation.entries[:index], rank)
             if rank not in entry.start and not is_over:
-                raise Violation(f"entry {index} leaves out rank {rank}, which belongs to it")
+                raise Violation(f"entry {index} leaves out rank {rank}, which it must restart")
 
     def _check_too_few(self, index: int) -> None:
         scenario = self.simulation.scenario
@@ -182,7 +180,7 @@ def _check_ends(simulation: RestartSimulation) -> None:
     """Check S5: every rank has ended, and if too few ranks can succeed, the run has ended."""
     scenario, store, entries = simulation.scenario, simulation.store, simulation.entries
     if simulation.world.now >= simulation.limit_s - 20.0:
-        raise Violation("S5: the run did not come to its end")
+        raise Violation("S5: the run did not end")
     living = [worker.name for worker in simulation.workers if worker.runs_user_code]
     if living:
         raise Violation(f"S5: {living} live on")

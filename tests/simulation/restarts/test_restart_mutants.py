@@ -90,36 +90,38 @@ def later(log: Any, end: Outcome, *rest: Any) -> Any:
 
 
 MUTANTS: dict[str, Patch] = {
-    "the own answer is believed": believe_the_own_answer,
-    "a controller counts its own restarts only": seeing(own),
+    "a controller believes the reply to its own create": believe_the_own_answer,
+    "a controller counts only its own restarts": seeing(own),
     "there is no intent": without("has_intents"),
     "a cancel leaves no entry": without("appends_cancel"),
-    "no look at the log when claiming": without("looks_when_claiming"),
-    "markers up to the newest claim, no look when claiming": without("marks_decided", "looks_when_claiming"),
+    "a claim does not read the log": without("looks_when_claiming"),
+    "a cancel marks claimed attempts only, and a claim does not read the log": without(
+        "marks_decided", "looks_when_claiming"
+    ),
     "not_before is ignored": replaced(RestartController, "_ready_in", lambda self, entry: 0.0),
-    "a stop is not looked for after a give_up": replaced(controller, "too_few_left", lambda *seen: False),
+    "no stop is considered after a give_up": replaced(controller, "too_few_left", lambda *seen: False),
     "a resume keeps old strikes": replaced(rules, "charged_of", forgiving),
     "a stop or cancel blocks no rank": replaced(rules, "is_blocked", lambda log, rank: False),
-    "an end is answered twice": replaced(rules, "decision_on", lambda log, rank, attempt: None),
-    "what is free is charged": answering(lambda answer: replace(answer, charged=True)),
+    "two decisions follow one end": replaced(rules, "decision_on", lambda log, rank, attempt: None),
+    "free restarts are charged": answering(lambda answer: replace(answer, charged=True)),
     "caps of reasons and exit codes are ignored": replaced(rules, "_is_capped", lambda *seen: False),
     "budgets of a replica have no window": replaced(rules, "_recent", lambda mine, policy, now: mine),
     "a replica has no budget": with_policy(per_replica=1000),
     "the run has no budget": with_policy(run=None),
-    "restarts go on after within": with_policy(within_s=None),
+    "restarts continue after the time in within": with_policy(within_s=None),
     "strikes are not counted": with_policy(no_progress=1000),
     "together restarts one rank": with_policy(together=False),
-    "together restarts what is given up": replaced(rules, "_others", next_attempts),
-    "a policy in the log counts for nothing": replaced(controller, "policy_of", lambda log, launched: launched),
-    "sisters that ended otherwise stop the run": replaced(rules, "_is_common_failure", lambda *seen: True),
+    "a restart of all ranks includes ranks that were given up": replaced(rules, "_others", next_attempts),
+    "a policy in the log has no effect": replaced(controller, "policy_of", lambda log, launched: launched),
+    "different failures of two ranks stop the run": replaced(rules, "_is_common_failure", lambda *seen: True),
     "nothing is carried out": replaced(RestartController, "due", lambda self, snapshot: {}),
     "a process that has ended runs the next attempt": answering(
         lambda answer: replace(answer, how="process") if answer.start else answer
     ),
     "one process runs all attempts without progress": replaced(rules, "MOST_PROCESS_STRIKES", 1000),
-    "the own claim of a process is taken for the claim of a rival": without("renews_pages"),
+    "a process takes its own claim for that of another process": without("renews_pages"),
     "a process waits for an attempt that will not come": without("dismisses"),
-    "the end of any attempt is answered": seeing(later),
+    "a decision follows the end of any attempt": seeing(later),
 }
 
 
@@ -128,7 +130,7 @@ def test_undoing_a_rule_of_restarts_is_noticed(mutant: str, monkeypatch: pytest.
     MUTANTS[mutant](monkeypatch)
     found = first_violation()
     assert found, f"4,000 schedules did not notice that {mutant}."
-    assert not BROKEN.search(found), f"not the rule, the mutant is broken: {found}"
+    assert not BROKEN.search(found), f"the mutant itself is broken: {found}"
 
 
 def first_violation() -> str:

@@ -48,7 +48,7 @@ def test_an_object_is_damaged_that_is_the_same_wrong_bytes_for_so_long() -> None
     scene.misread(b"x", n=4, every_s=3.0)
     assert not scene.store.is_damaged("seal/0", for_s=10.0)
     scene.misread(b"y", n=4, every_s=3.0)
-    assert not scene.store.is_damaged("seal/0", for_s=10.0), "other bytes each time are a reader's fault"
+    assert not scene.store.is_damaged("seal/0", for_s=10.0), "bytes that differ at each read show a fault of the reader"
     scene.misread(b"y", every_s=3.0)
     assert scene.store.is_damaged("seal/0", for_s=10.0)
     assert scene.store.count_misreads("seal/0") == 9

@@ -188,7 +188,7 @@ def test_a_malformed_block_is_refused_and_changes_no_sum(what: str) -> None:
 
 
 def test_a_bit_in_the_wrong_chunk_is_refused() -> None:
-    """Both chunks together name as many positions as two chunks should."""
+    """The two chunks together name the right number of positions, but one of them names one too many."""
     for first, second in ((511, 513), (513, 511)):
         block = bytearray(encoded(TOP8, np.ones(8192, F)))
         for chunk, n_bits in enumerate((first, second)):

@@ -220,7 +220,7 @@ def test_a_process_that_reaps_a_rank_does_not_wait_for_another_that_no_signal_en
     scene.supervisor._running = {pid: stuck}
     scene.supervisor._give_up_process(stuck)
     monkeypatch.setattr(supervisor, "children", lambda _: [pid])  # other tests may have left a zygote
-    monkeypatch.setattr(supervisor, "kill_descendants", lambda *_, **__: pytest.fail("it waits for what it kills"))
+    monkeypatch.setattr(supervisor, "kill_descendants", lambda *_, **__: pytest.fail("waits for killed processes"))
     with subprocess.Popen(["true"]) as process:
         scene.supervisor._running[process.pid] = replace(other, pid=process.pid)
         while scene.supervisor._running:

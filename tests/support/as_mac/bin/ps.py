@@ -4,6 +4,7 @@ import os
 import sys
 import time
 
+
 def is_traced(pid):
     with open(f"{proc}/{pid}/status", errors="replace") as file:
         return next(line.split()[1] != "0" for line in file if line.startswith("TracerPid:"))
