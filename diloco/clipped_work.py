@@ -1,6 +1,8 @@
-"""Warns if rounds scale down the work of this replica, because it is much larger than the work of the others.
+"""Warns if the work of one replica is much larger than the work of the others.
 
-The usual reasons are gradients that explode, and a loss that is scaled in another way than in the other replicas.
+The usual reasons are gradients that explode, and a loss that is scaled in another way than in the other replicas. Rounds
+with three contributions or more scale down such work, and its replica warns. With two contributions, nothing shows which
+one is wrong. Then both count as they are, and the replica with the smaller one warns.
 """
 
 from __future__ import annotations
@@ -16,8 +18,27 @@ ROUNDS = 3
 """The number of rounds in a row after which a second warning reports that the finding lasts."""
 
 
+FAR = 3.0
+"""If the mean is more than this number of times as large as a replica's own work, the other work is even larger."""
+
+
+def leads_far(report: RoundReport) -> bool:
+    """Return True if a round moved this replica mainly by work of others that is much larger than usual.
+
+    After such a round, healthy gradients lead straight back to the values before it.
+
+    Args:
+        report: the report of the round.
+
+    Example:
+        leads_far(report)
+    """
+    norm, mean_norm = report.norm, report.mean_norm
+    return bool(report.clipped) or (norm is not None and mean_norm is not None and mean_norm > FAR * norm)
+
+
 class ClippedWorkCheck:
-    """Reads in the reports of rounds whether the work of this replica was scaled down.
+    """Reads in the reports of rounds whether work was much larger than other work.
 
     Args:
         rank: this replica.
@@ -29,9 +50,14 @@ class ClippedWorkCheck:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._in_a_row = 0
+        self._larger_in_a_row = 0
+        self._n_of_two = 0
+        self._has_noted_two = False
 
     def check(self, reports: Iterable[RoundReport]) -> None:
         """Warn at the first of several such rounds in a row, and again after `ROUNDS` of them.
+
+        Several rounds of two contributions in a row also cause a warning, because they compare nothing.
 
         Args:
             reports: the reports of new rounds.
@@ -39,6 +65,7 @@ class ClippedWorkCheck:
         for report in reports:
             if not report.counted:
                 continue
+            self._check_two(report)
             self._in_a_row = self._in_a_row + 1 if self._rank in report.clipped else 0
             if self._in_a_row in (1, ROUNDS):
                 rounds = f"round {report.round}" if self._in_a_row == 1 else f"{ROUNDS} rounds up to {report.round}"
@@ -48,3 +75,28 @@ class ClippedWorkCheck:
                     "replica.",
                     self._rank, rounds,
                 )  # fmt: skip
+
+    def _check_two(self, report: RoundReport) -> None:
+        """Warn about a round of two contributions, and about the larger one if this replica sent the smaller one."""
+        others = [rank for rank in report.ranks if rank != self._rank]
+        if len(report.ranks) != 2 or len(others) != 1:
+            self._larger_in_a_row = self._n_of_two = 0
+            return
+        self._n_of_two += 1
+        # One late replica of three is not worth a warning. One of the two replicas is enough to report it.
+        if self._n_of_two >= ROUNDS and not self._has_noted_two and self._rank < others[0]:
+            self._has_noted_two = True
+            log.warning(
+                "rank %s: %s rounds up to %s had two contributions, and robust='clip' compares three or more. A "
+                "contribution that is much larger counts as it is.",
+                self._rank, ROUNDS, report.round,
+            )  # fmt: skip
+        self._larger_in_a_row = self._larger_in_a_row + 1 if leads_far(report) else 0
+        if self._larger_in_a_row in (1, ROUNDS):
+            rounds = f"round {report.round}" if self._larger_in_a_row == 1 else f"{ROUNDS} rounds up to {report.round}"
+            log.warning(
+                "rank %s: in %s, the contribution of rank %s was more than %g times as large as the one of this "
+                "replica. Nothing shows which of the two is wrong, so both count: compare the losses of "
+                "both ranks.",
+                self._rank, rounds, others[0], FAR,
+            )  # fmt: skip

@@ -25,7 +25,7 @@ from typing import Any, Literal, Self
 from torch import Tensor, nn
 
 from diloco.attached_state import AttachedState
-from diloco.clipped_work import ClippedWorkCheck
+from diloco.clipped_work import ClippedWorkCheck, leads_far
 from diloco.duplicate_work import DuplicateWorkCheck, SameDataMode
 from diloco.errors import DiLoCoError
 from diloco.extra_tensors import ExtraTensors, ExtraTensorsModule, addresses_of
@@ -947,7 +947,7 @@ class RoundScope:
         diloco._round_s += monotonic() - self._began_s
         if reports:
             when = f"round {reports[-1].round}"
-            diloco._stale_copies.after_merge(when)
+            diloco._stale_copies.after_merge(when, may_return=any(map(leads_far, reports)))
             diloco._history.last_merge = when
             link.show(side.position, diloco._round_s)
         link.record(reports)

@@ -139,16 +139,18 @@ class StaleCopies:
         self._before = read_samples(self._samples)
         self._next += n
 
-    def after_merge(self, when: str) -> None:
+    def after_merge(self, when: str, *, may_return: bool = False) -> None:
         """Read the values that the merge has changed.
 
         Args:
             when: the merge in the words of an error, such as "round 3".
+            may_return: True if gradients may lead straight back to the values before the merge, as after a round that
+                another replica spoilt. Then only a copy that is found is a proof.
         """
         samples, self._samples = self._samples, []
         self._merge, self._later, self._n_waits = None, None, 0
         if samples and self._before is not None:
-            self._merge = Merge(samples, self._before, read_samples(samples), when)
+            self._merge = Merge(samples, self._before, read_samples(samples), when, may_return=may_return)
             if self._copies and not self._looks:
                 self._looks = True
                 watch(self._look_at_copies)
@@ -242,7 +244,8 @@ class StaleCopies:
         self._merge = None
         if self.is_trusted or self._copies:
             return
-        if self._n_later < LATER_MERGES and sum(sample.n_values for sample in merge.samples) >= ENOUGH:
+        n_values = sum(sample.n_values for sample in merge.samples)
+        if self._n_later < LATER_MERGES and n_values >= ENOUGH and not merge.may_return:
             self._n_later += 1
             self._later = LaterSteps(merge, now)
         undone = None if merge.is_kept(now) else Undone.of(merge, now)
@@ -250,7 +253,8 @@ class StaleCopies:
             self._n_strikes = 0
             return
         self._n_searches += 1
-        self._n_strikes = self._n_strikes + 1 if undone.is_clear else 0
+        if not merge.may_return:
+            self._n_strikes = self._n_strikes + 1 if undone.is_clear else 0
         # If the loop has replaced an optimizer by a new one, the weak reference to the old one is dead.
         owners = [each for owner in self._owners if (each := owner()) is not None]
         tensors = tensors_in(owners) if owners else reachable_tensors()
@@ -315,13 +319,17 @@ class Merge:
         before: (n_samples, VALUES), the values before the merge. Zero if a sample has fewer values.
         after: (n_samples, VALUES), the values after the merge.
         when: the merge in the words of an error, such as "round 3".
+        may_return: True if gradients may lead straight back to the values before the merge.
 
     Example:
         Merge(samples, before, read_samples(samples), "round 3")
     """
 
-    def __init__(self, samples: list[Sample], before: Values, after: Values, when: str) -> None:
+    def __init__(
+        self, samples: list[Sample], before: Values, after: Values, when: str, *, may_return: bool = False
+    ) -> None:
         self.samples, self.before, self.after, self.when = samples, before, after, when
+        self.may_return = may_return
         # Computed now, as part of the merge, so that the user's next step does not take longer.
         self.moved = after - before
         self._halfway = before + np.float32(0.5) * self.moved

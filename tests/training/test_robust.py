@@ -212,6 +212,60 @@ def test_training_continues_although_the_gradients_of_one_replica_explode() -> N
         assert max(losses) < 10 * max(losses[:5])
 
 
+def test_of_two_replicas_a_warning_names_the_one_with_the_larger_work_and_blames_neither(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def body(where: Mapping[str, Any], *, factor: float) -> torch.Tensor:
+        model = nn.Linear(900, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        diloco = open_diloco(model, inner_steps=1, robust="clip", **PLAIN, **where)
+        for step in range(4):
+            work = torch.from_numpy(normal(10 * where["rank"] + step, 900))
+            nudge(model, work * (factor if where["rank"] == 1 else 1.0))
+            diloco.step()
+        anchor = diloco.anchor()["weight"][0]
+        leave(diloco)
+        return anchor
+
+    def said(text: str) -> list[str]:
+        return [record.getMessage() for record in caplog.records if text in record.getMessage()]
+
+    caplog.set_level(logging.WARNING)
+    run_replicas(2, lambda where: body(where, factor=1.0))
+    (few,) = said("had two contributions, and robust='clip' compares three or more")
+    assert few.startswith("rank 0: 3 rounds up to 3 ")
+    assert not said("the contribution of rank")
+    caplog.clear()
+    anchors = run_replicas(2, lambda where: body(where, factor=100.0))
+    assert torch.equal(*anchors)
+    first, later = said("the contribution of rank 1 was more than 3 times as large as the one of this replica")
+    assert first.startswith("rank 0: in round 1, ")
+    assert later.startswith("rank 0: in 3 rounds up to 3, ")
+
+
+def test_a_replica_that_leaves_the_place_to_which_a_bad_one_led_it_is_not_suspected_of_a_stale_copy() -> None:
+    """Its gradients lead straight back to the values before the round, and no optimizer of torch makes the steps."""
+    truth = torch.randn(64, 1, generator=torch.Generator().manual_seed(3))
+
+    def body(where: Mapping[str, Any]) -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(32, 1))
+        draw = torch.Generator().manual_seed(100 + where["rank"])
+        with open_diloco(model, inner_steps=5, total_steps=50, robust="clip", **where) as diloco:
+            for step in range(50):
+                x = torch.randn(32, 64, generator=draw)
+                loss = nn.functional.mse_loss(model(x), x @ truth)
+                gradients = torch.autograd.grad(loss, list(model.parameters()))
+                is_bad = where["rank"] == 3 and 10 <= step < 30
+                with torch.no_grad():
+                    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                        parameter.sub_(0.02 * gradient * (-1.0 if is_bad else 1.0))
+                diloco.step()
+        return loss.item()
+
+    assert max(run_replicas(4, body)) < 1.0
+
+
 def test_replicas_agree_on_the_rule_and_other_values_are_refused() -> None:
     for bad in ("trim", True, 3):
         with pytest.raises(ValueError, match=r"robust must be None or 'clip', got robust="):
