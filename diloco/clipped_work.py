@@ -1,8 +1,8 @@
 """Warns if the work of one replica is much larger than the work of the others.
 
-The usual reasons are gradients that explode, and a loss that is scaled in another way than in the other replicas. Rounds
-with three contributions or more scale down such work, and its replica warns. With two contributions, nothing shows which
-one is wrong. Then both count as they are, and the replica with the smaller one warns.
+The usual reasons are gradients that explode, and a loss that is scaled in another way than in the other replicas. A
+round with three contributions or more scales down such work, and its replica warns. With two contributions, nothing
+shows which one is wrong. Then both count as they are, and the replica with the smaller one warns.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ FAR = 3.0
 
 
 def leads_far(report: RoundReport) -> bool:
-    """Return True if a round moved this replica mainly by work of others that is much larger than usual.
+    """Return True if a round moved this replica by work of others alone, or by work that is much larger than its own.
 
-    After such a round, healthy gradients lead straight back to the values before it.
+    After such a round, healthy gradients may lead straight back to the values before it.
 
     Args:
         report: the report of the round.
@@ -34,7 +34,9 @@ def leads_far(report: RoundReport) -> bool:
         leads_far(report)
     """
     norm, mean_norm = report.norm, report.mean_norm
-    return bool(report.clipped) or (norm is not None and mean_norm is not None and mean_norm > FAR * norm)
+    if not report.counted or report.clipped:
+        return True
+    return norm is not None and mean_norm is not None and mean_norm > FAR * norm
 
 
 class ClippedWorkCheck:
