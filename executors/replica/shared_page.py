@@ -31,8 +31,8 @@ OTHERS = "others"
     ENDING_AT, NOTICE, STEP, ROUND, MAIN_THREAD, STACKS_FILE, N_STACKS, WRITTEN, HANG_RAISED_AT, CLAIMED,
     N_DECISIONS, BEATEN, LEFT_AT, LEFT_WITH, HAS_RESULT, STORE_FAILED,
     OPENED_AT, FINISHED_AFTER, BEAT_THREAD, HEARTBEAT_THREAD, RAISED_AT, SPEAKER, BEGAN,
-    WAITS_FOR, GO_ON, STRIKE, WATCHED,
-) = range(39)  # fmt: skip
+    WAITS_FOR, GO_ON, STRIKE, WATCHED, STACKS_WANTED,
+) = range(40)  # fmt: skip
 OF_PROCESS = (MAIN_THREAD, STACKS_FILE, BEAT_THREAD)
 """The slots that stay when the process of the page runs its next attempt."""
 # For each section: a name of 48 bytes, its longest interval, the number of intervals, its longest idle stretch.
@@ -108,6 +108,10 @@ class SharedPage:
     """The identifier of the main thread, as a dump of the stacks names it."""
     stacks_file = _Number(STACKS_FILE)
     """The descriptor, in the rank, of the file for its stacks, or -1."""
+    stacks_wanted = _Number(STACKS_WANTED)
+    """1 from the supervisor's request for stacks until the rank has dumped them, or until the supervisor asks by a
+    signal instead.
+    """
     n_stacks = _Number(N_STACKS)
     """The number of dumps that the supervisor has written to the store."""
     hang_raised_at = _Number(HANG_RAISED_AT)

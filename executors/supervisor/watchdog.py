@@ -11,7 +11,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from executors.attempt.outcome import describe_end
@@ -125,6 +125,59 @@ class WatchdogReport:
     is_kill: bool = False
     """True if the supervisor must end the rank and its descendants now by SIGKILL, with the outcome `failed`,
     `hang`."""
+
+
+class StacksRequest:
+    """A request to a rank to dump the stacks of its threads.
+
+    First the page asks the thread of the rank that beats. It has the GIL while it dumps, so no thread changes what it
+    reads. If it does not beat, a call holds the GIL, and a signal asks it. A handler without the GIL may crash the
+    process if another thread executes bytecode at that time.
+
+    Args:
+        page: the page of the rank.
+        file: a descriptor of the file for the stacks. This object closes it.
+        now: the time by `time.monotonic`.
+        send_signal: sends the signal.
+    """
+
+    def __init__(self, page: SharedPage, file: int, now: float, send_signal: Callable[[], object]) -> None:
+        self._page, self._file, self._send_signal = page, file, send_signal
+        self._asked_at = now if now - page.beat <= OLD_S else -math.inf
+        self._signalled_at: float | None = None
+        self._size = -1
+        page.stacks_wanted = 1
+
+    def is_complete(self, now: float) -> bool:
+        """Return True if the file has the stacks, or will not get them. Call this several times a second.
+
+        Args:
+            now: the time by `time.monotonic`.
+        """
+        page = self._page
+        if self._signalled_at is None:
+            if not page.stacks_wanted:
+                return True
+            if now - max(page.beat, self._asked_at) > OLD_S:
+                page.stacks_wanted = 0
+                os.ftruncate(self._file, 0)
+                self._send_signal()
+                self._signalled_at = now
+            return False
+        if now - self._signalled_at >= READ_LIMIT_S:
+            return True
+        # A dump grows while it is written. On a loaded machine it begins late.
+        before, self._size = self._size, os.fstat(self._file).st_size
+        return self._size > 0 and self._size == before
+
+    def read(self) -> str:
+        """Return the stacks. Empty: the rank has dumped none."""
+        return os.pread(self._file, MAX_STACKS, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        """Close the file, and withdraw a request that was not met."""
+        self._page.stacks_wanted = 0
+        os.close(self._file)
 
 
 class Watchdog:
@@ -338,21 +391,16 @@ class Watchdog:
     def _take_steps(self, limit: Limit) -> Iterator[tuple[float, WatchdogReport | None]]:
         """Yield the seconds until the next step, and a report or None, after each step."""
         for is_again in (False, True):
-            asked = {dog: file for dog in (self, *self.others) if (file := dog._ask_for_stacks()) is not None}
+            dogs = (self, *self.others)
+            asked = [(dog, request) for dog in dogs if (request := dog._ask_for_stacks()) is not None]
             dumps: dict[Watchdog, str] = {}
             try:
-                # A dump grows while it is written. On a loaded machine it begins late.
-                until, size, before = self._now + READ_LIMIT_S, 0, -1
-                while self._now < until and (size == 0 or size != before):
+                while [request for _, request in asked if not request.is_complete(self._now)]:
                     yield READ_S, None
-                    if not asked:
-                        break
-                    before, size = size, sum(os.fstat(file).st_size for file in asked.values())
-                for dog, file in asked.items():
-                    dumps[dog] = os.pread(file, MAX_STACKS, 0).decode(errors="replace")
+                dumps = {dog: request.read() for dog, request in asked}
             finally:
-                for file in asked.values():
-                    os.close(file)
+                for _, request in asked:
+                    request.close()
             for dog in dumps:
                 if dog is not self:
                     dog._meter.reset()
@@ -397,8 +445,8 @@ class Watchdog:
         sentence = describe_end("alive", self._rank, self._spec.world_size)
         return WatchdogReport(sentence, sentence if self._page.n_stacks else None)
 
-    def _ask_for_stacks(self) -> int | None:
-        """Ask the rank to dump its stacks. Return the descriptor of the file. None: the rank cannot dump them."""
+    def _ask_for_stacks(self) -> StacksRequest | None:
+        """Ask the rank to dump its stacks. None: the rank cannot dump them."""
         pid = self._judged_pid
         seen = activity(pid)
         is_able = self._page.ready and self._page.stacks_file >= 0 and self._page.n_stacks < MAX_DUMPS
@@ -415,8 +463,7 @@ class Watchdog:
             os.ftruncate(file, 0)
         except OSError:
             return None
-        self._signal(STACKS_SIGNAL)
-        return file
+        return StacksRequest(self._page, file, self._now, lambda: self._signal(STACKS_SIGNAL))
 
     @property
     def _judged_pid(self) -> int:

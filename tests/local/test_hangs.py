@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import math
 import os
 import re
@@ -23,15 +24,16 @@ import pytest
 from support.hanging import COMPUTES, HANGS, SHORT, Watched, kill, start, watch
 
 from executors import LocalProcessExecutor, current_replica, launch
-from executors.process import CAN_FORK, HANG_SIGNAL, activity
+from executors.process import CAN_FORK, HANG_SIGNAL, STACKS_SIGNAL, activity, open_file_of
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
 from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
 from executors.run.run import view_of
 from executors.supervisor import watchdog
+from executors.supervisor.watchdog import StacksRequest
 from executors.testing.helpers import eventually
-from executors.worker.watched import start_watch
+from executors.worker.watched import STACKS_NAME, start_watch
 
 SOFT_S, HARD_S = 4, 7
 HELD = "the GIL is held by a call that "
@@ -445,6 +447,39 @@ def test_a_file_that_has_the_number_of_the_stacks_is_left_alone(tmp_path: Path) 
     assert rank.exit_code == 3
     assert [report.stacks for report in rank.reports] == [None, None]
     assert {file.read_text() for file in tmp_path.iterdir()} == {""}
+
+
+def run_code_in_threads(replica: Replica) -> None:
+    def recurse(n: int) -> int:
+        return recurse(n - 1) + 1 if n else int(json.loads(json.dumps([n]))[0])
+
+    def work() -> None:
+        while True:
+            recurse(5)
+            exec("def own(n):\n    return n + 1\nown(1)", {})
+
+    for _ in range(2):
+        threading.Thread(target=work, daemon=True).start()
+    time.sleep(600)
+
+
+def test_dumps_of_the_stacks_do_not_end_a_process_whose_threads_run_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executors.worker.watched.BEAT_S", 0.001)
+    rank = start(run_code_in_threads, "600s:700s")
+    while not rank.page.ready:
+        time.sleep(0.01)
+    for _ in range(100):
+        file = open_file_of(rank.pid, int(rank.page.stacks_file), STACKS_NAME)
+        assert file is not None
+        os.ftruncate(file, 0)
+        # If each request was a signal, about one in thirty of these dumps would crash the process.
+        request = StacksRequest(rank.page, file, time.monotonic(), lambda: os.kill(rank.pid, STACKS_SIGNAL))
+        while not request.is_complete(time.monotonic()):
+            time.sleep(0.001)
+        assert "in run_code_in_threads" in request.read()
+        request.close()
+    kill(rank)
+    os.waitpid(rank.pid, 0)
 
 
 @pytest.mark.parametrize("task", [sleep_for_ever, compute_for_ever])

@@ -327,7 +327,7 @@ def test_limits_count_again_from_the_moment_a_rank_continues() -> None:
     page = SharedPage()
     page.progress()
     watchdog = watchdog_of(page, "20s:40s")
-    assert [at for at, _ in looked(watchdog, page, START + 20.5)] == [20.1]
+    assert [at for at, _ in looked(watchdog, page, START + 20.5)] == [20.0]
     page.since = START + 20.6
     found = looked(watchdog, page, START + 60)
     assert [at for at, _ in found] == pytest.approx([21, 40.8, 41.8], abs=0.3)
