@@ -101,7 +101,8 @@ def main(arguments: list[str]) -> int:
         "-m",
         "pip",
         "install",
-        "--quiet",
+        "--progress-bar",  # with --quiet, pip would not name the bounds that exclude each other
+        "off",
         "--disable-pip-version-check",
         "--constraint",
         str(constraints),

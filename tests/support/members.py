@@ -25,6 +25,8 @@ shards_on_cpus = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="this release of torch cannot train a sharded model on CPUs"
 )
 """Skips a test that trains a model of `fully_shard`, where torch can do that on GPUs only, as torch 2.6."""
+each_kind = pytest.mark.parametrize("kind", ["ddp", pytest.param("sharded", marks=shards_on_cpus)])
+"""Runs a test that trains a model for each kind of replica with several processes."""
 Body = Callable[[int, int], Any]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.members import inner_step, run_members, small_model, wrapped
+from support.members import each_kind, inner_step, run_members, small_model, wrapped
 
 from diloco import DiLoCo
 from diloco.errors import DiLoCoError
@@ -146,7 +146,7 @@ def test_members_that_attach_other_objects_are_refused(tmp_path: Path) -> None:
         assert "Member 1 of this replica attaches 'thing1', and member 0 attaches 'thing0'." in text
 
 
-@pytest.mark.parametrize("kind", ["ddp", "sharded"])
+@each_kind
 def test_a_member_that_leaves_by_an_error_of_its_own_is_named_in_the_others(kind: str, tmp_path: Path) -> None:
     def body(rank: int, member: int) -> str:
         model = wrapped(small_model(), kind)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.members import inner_step, run_members, shards_on_cpus, small_model, whole, wrapped
+from support.members import each_kind, inner_step, run_members, shards_on_cpus, small_model, whole, wrapped
 
 from diloco import DiLoCo
 from diloco.errors import ContributionError
@@ -58,7 +58,7 @@ def check_equal(found: dict[tuple[int, int], Any], reference: dict[str, Any]) ->
             assert all(torch.equal(anchor[name], expected_anchor[name]) for name in anchor), where
 
 
-@pytest.mark.parametrize("kind", ["ddp", "sharded"])
+@each_kind
 def test_a_replica_of_two_processes_ends_with_the_bits_of_one_process(kind: str, tmp_path: Path) -> None:
     def body(rank: int, member: int) -> Any:
         return trained(kind if current_replica().members > 1 else "one", rank, ["plain"], 3)
@@ -69,7 +69,7 @@ def test_a_replica_of_two_processes_ends_with_the_bits_of_one_process(kind: str,
     check_equal(run_members(folder, [2], body), reference)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "sharded"])
+@each_kind
 def test_replicas_of_two_processes_end_with_the_bits_of_replicas_of_one_process_for_each_merge(
     kind: str, tmp_path: Path
 ) -> None:
@@ -79,6 +79,7 @@ def test_replicas_of_two_processes_end_with_the_bits_of_replicas_of_one_process_
     check_equal(run_members(folder, [2, 2], lambda rank, member: trained(kind, rank, list(CASES))), reference[0, 0])
 
 
+@shards_on_cpus
 def test_a_replica_of_one_process_and_a_sharded_one_train_in_one_run(tmp_path: Path) -> None:
     sizes = [1, 2]
     found = run_members(
@@ -201,7 +202,7 @@ def resumed(kind: str, rank: int, member: int) -> tuple[int, list[str], float]:
     return int(state["step"]), sorted(type(value).__name__ for value in state.values()), drawn
 
 
-@pytest.mark.parametrize("kind", ["ddp", "sharded"])
+@each_kind
 def test_all_members_of_a_restarted_replica_continue_with_their_states(kind: str, tmp_path: Path) -> None:
     def body(rank: int, member: int) -> Any:
         return resumed(kind, rank, member)
@@ -219,6 +220,7 @@ def test_all_members_of_a_restarted_replica_continue_with_their_states(kind: str
         assert found[2] == draws[-1], "each member has its own random numbers"
 
 
+@shards_on_cpus
 def test_a_state_that_one_member_lacks_is_loaded_in_no_member(tmp_path: Path) -> None:
     def body(rank: int, member: int) -> Any:
         return resumed("sharded", rank, member)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.members import shards_on_cpus
 
 from executors import launch
 
@@ -26,6 +27,7 @@ def test_all_processes_of_the_example_of_ddp_end_with_one_model() -> None:
     assert len({*first["models"], *second["models"]}) == 1
 
 
+@shards_on_cpus
 @pytest.mark.timeout(180)
 def test_both_replicas_of_the_example_of_fully_shard_end_with_one_model() -> None:
     first, second = results_of("fsdp2.py")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.members import inner_step, run_members, shards_on_cpus, small_model, whole, wrapped
+from support.members import each_kind, inner_step, run_members, shards_on_cpus, small_model, whole, wrapped
 from torch import nn
 
 from diloco import DiLoCo
@@ -163,7 +163,7 @@ def went_back(kind: str) -> tuple[bool, int, dict[str, torch.Tensor]]:
     return bool(state), diloco.rounds, {name: whole(p) for name, p in plain.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("sharded", marks=shards_on_cpus)])
+@each_kind
 def test_the_state_is_whole_in_the_leader_and_all_members_return_to_it(kind: str, tmp_path: Path) -> None:
     (folder := tmp_path / "one").mkdir()
     _, rounds, expected = run_members(folder, [1], lambda rank, member: went_back("one"))[0, 0]
@@ -175,7 +175,7 @@ def test_the_state_is_whole_in_the_leader_and_all_members_return_to_it(kind: str
         assert all(torch.equal(live[name], values) for name, values in expected.items())
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("sharded", marks=shards_on_cpus)])
+@each_kind
 def test_after_an_early_end_all_members_have_the_anchor(kind: str, tmp_path: Path) -> None:
     def body(rank: int, member: int) -> Any:
         plain = small_model()
@@ -224,6 +224,7 @@ def test_a_leader_that_was_asked_to_end_ends_all_members(tmp_path: Path) -> None
 # -- unlike replicas and times of their own --------------------------------------------------------------------------
 
 
+@shards_on_cpus
 def test_a_compiled_replica_and_a_replica_of_two_train_in_one_run(tmp_path: Path) -> None:
     def body(rank: int, member: int) -> Any:
         plain = small_model()
@@ -242,7 +243,7 @@ def test_a_compiled_replica_and_a_replica_of_two_train_in_one_run(tmp_path: Path
         assert all(torch.equal(live[name], values) for name, values in anchor.items()), place
 
 
-@pytest.mark.parametrize("kind", ["ddp", "sharded"])
+@each_kind
 @pytest.mark.parametrize(
     "options",
     [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.members import inner_step, run_members, small_model, whole, wrapped
+from support.members import each_kind, inner_step, run_members, shards_on_cpus, small_model, whole, wrapped
 from torch import nn
 
 from diloco import DiLoCo
@@ -24,7 +24,7 @@ def test_the_tests_of_members_know_each_public_method() -> None:
     assert {name for name in vars(DiLoCo) if not name.startswith("_")} == TOGETHER | ALONE | REFUSED
 
 
-@pytest.mark.parametrize("kind", ["ddp", "sharded"])
+@each_kind
 def test_each_public_method_gives_all_members_the_same_answers(kind: str, tmp_path: Path) -> None:
     def body(rank: int, member: int) -> dict[str, Any]:
         plain = small_model()
@@ -136,6 +136,7 @@ def trained(name: str, shape: tuple[int, ...], rank: int) -> Any:
     return {each: whole(p) for each, p in plain.named_parameters()}
 
 
+@shards_on_cpus
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["two shards", "two replicas of two shards"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_models_of_all_kinds_have_the_bits_of_one_process(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:

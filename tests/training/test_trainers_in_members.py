@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.members import run_members
+from support.members import run_members, shards_on_cpus
 from torch import nn
 
 from executors.replica import current_replica
@@ -209,7 +209,7 @@ def train_lightning(folder: Path, member: int, *, is_sharded: bool = False) -> d
     return {"model": values_of(module), "step": trainer.global_step, "rates": rates, "seen": module.model.seen}
 
 
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("is_sharded", [False, pytest.param(True, marks=shards_on_cpus)], ids=["ddp", "fsdp2"])
 def test_two_replicas_of_two_processes_end_with_one_model_in_the_trainer_of_lightning(
     is_sharded: bool, tmp_path: Path
 ) -> None:
