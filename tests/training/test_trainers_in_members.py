@@ -109,7 +109,7 @@ def train_hf(folder: Path, member: int, *, dies_at: int = 0, **more: Any) -> dic
     return {"model": values_of(made.model), "step": made.state.global_step, "rates": rates, "seen": model.seen}
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=shards_on_cpus)])
 def test_two_replicas_of_two_processes_end_with_one_model_in_the_trainer_of_transformers(
     kind: str, tmp_path: Path
 ) -> None:
@@ -127,7 +127,7 @@ def test_two_replicas_of_two_processes_end_with_one_model_in_the_trainer_of_tran
         assert (tmp_path / f"out/{rank}").is_dir()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=shards_on_cpus)])
 def test_a_killed_replica_of_two_processes_continues_the_trainer_with_its_schedule_and_its_data(
     kind: str, tmp_path: Path
 ) -> None:
