@@ -397,7 +397,7 @@ def test_a_hang_in_the_process_of_a_command_that_reports_is_found_and_its_stacks
     run = start("sh", "-c", script, tmp_path / "hangs.py", tmp_path, hang_timeout="2:60")
     outcome = ended(run)
     assert (outcome.reason, outcome.attempt) == ("hang", 0), outcome
-    assert f" after step 9 (limit 2 s, --hang-timeout): " in outcome.headline
+    assert " after step 9 (limit 2 s, --hang-timeout): " in outcome.headline
     assert ": hangs.py:6 in hang" in outcome.headline
     stacks = bytes(view_of(run).store.get(f"{run.run_id}/replicas/0000/0/{outcome.stacks[0]}")).decode()
     assert 'hangs.py", line 6 in hang' in stacks
