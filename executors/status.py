@@ -777,14 +777,14 @@ class RunStatus:
             ranks = name_ranks({rank for rank, _ in self.forged})
             several, were = ("outcomes", "were") if len(self.forged) > 1 else ("an outcome", "was")
             found.append(
-                f"{several.capitalize()} without the run's key {were} found, of {ranks}: not believed. Another process "
-                "can write to the store of this run."
+                f"{several.capitalize()} without the run's key {were} found, of {ranks}. They have no effect. "
+                "Another process can write to the store of this run."
             )
         if self.forged_starts:
             ranks = name_ranks({rank for rank, _ in self.forged_starts})
             found.append(
-                f"Attempts that begin without the run's key were found, of {ranks}: not believed. Another process can "
-                "write to the store of this run."
+                f"Attempts that begin without the run's key were found, of {ranks}. They have no effect. "
+                "Another process can write to the store of this run."
             )
         if self.lacks_key:
             found.append(

@@ -67,7 +67,7 @@ def unframe(data: Buffer, key: str, proof: Proof) -> tuple[dict[str, Any], str, 
     """
     head, found = _split(data)
     if not hmac.compare_digest(proof.of_head(key, head), found):
-        raise BadRecordError("The head of this record is not what was written.")
+        raise BadRecordError("The head of this record has other bytes than were written.")
     return _fields(head), found.hex(), aligned(_PREFIX.size + len(head))
 
 
@@ -91,7 +91,7 @@ def _split(data: Buffer) -> tuple[memoryview, bytes]:
     magic, length, found = _PREFIX.unpack_from(view)
     head = view[_PREFIX.size : _PREFIX.size + length]
     if magic != MAGIC or len(head) < length:
-        raise BadRecordError("The head of this record is not what was written.")
+        raise BadRecordError("The head of this record has other bytes than were written.")
     return head, found
 
 

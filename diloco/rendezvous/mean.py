@@ -402,7 +402,7 @@ class Reducer:
         try:
             contribution, digest = Contribution.parse(data, key, self._proof)
         except BadRecordError:
-            raise BadInputError(rank, "has a head that is not what was written") from None
+            raise BadInputError(rank, "has a head with other bytes than were written") from None
         if digest != member.digest:
             raise InputGoneError  # a delayed write stored this object after the sealed object was used and deleted
         entry.seen[rank] = (contribution, digest)

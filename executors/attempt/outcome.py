@@ -237,8 +237,8 @@ ENDINGS = {
     "orphaned": "was lost: its supervisor is gone (was it killed?). `replicas resume` brings it back.",
     "fenced": "was ended: a later attempt takes its place.",
     "no_result": "ended by itself with {code}, before its entrypoint returned a result.",
-    "unrecorded": "returned a result that was not recorded; the replica's log says why.",
-    "storeless": "ended by itself with {code} and could not record why: its store failed; the replica's log says more.",
+    "unrecorded": "returned a result that was not recorded. The replica's log has the reason.",
+    "storeless": "ended by itself with {code}. Its store failed, so only the replica's log has the reason.",
     # Ends that a service reports:
     "killed": "was killed: {cause}.",
     "preempted": "was preempted: {service} took its machine back.",

@@ -33,7 +33,7 @@ NOT_SETTINGS = ("config", "profile", "env", "arg", "option")
 TEMPLATE = """\
 # Settings of `replicas launch` in this folder and below. A flag wins over the variable REPLICAS_<FLAG>, the variable
 # wins over a profile, and a profile wins over the settings outside of profiles. `replicas config` prints the settings
-# that hold here, with the origin of each. Write no secrets into this file: `secret` has the names of secrets only.
+# that apply here, with the origin of each. Write no secrets into this file: `secret` has the names of secrets only.
 """
 EXAMPLES = {
     "entrypoint": "train.py:main",
@@ -182,7 +182,7 @@ def config(
         if Path(FILE).exists():
             refuse(f"{FILE} exists in this folder. Move or delete it first.")
         Path(FILE).write_text(_template(command, parent), encoding="utf-8")
-        output.print(f"Wrote {FILE}. To see the settings that hold: replicas config")
+        output.print(f"Wrote {FILE}. To see the settings that apply: replicas config")
         return 0
     keys = {key: kind for key, (_, kind) in keys_of(command).items()}
     with usage_errors():

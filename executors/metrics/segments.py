@@ -83,7 +83,7 @@ class Lines:
             else:
                 self.rows.append(row)
         if refused:
-            more = f" So it is with {len(refused) - 1} more of its lines." if refused[1:] else ""
+            more = f" The same holds for {len(refused) - 1} more of its lines." if refused[1:] else ""
             self.problems.append(f"{refused[0]}{more}")
 
     def finish(self, numbers: Iterable[int]) -> Lines:

@@ -466,7 +466,8 @@ class Preparation(Record):
     def describe(self, run_id: str) -> str:
         """Return a sentence on the progress of the launch, or on the reason of its failure."""
         if self.is_going_on:
-            return f"Run {run_id!r} is preparing, for {time.time() - self.at:.0f} s: process {self.pid} checks it."
+            age_s = time.time() - self.at
+            return f"Run {run_id!r} is being prepared: process {self.pid} has checked it for {age_s:.0f} s."
         why = self.error or f"process {self.pid}, which was about to, has ended."
         return f"Run {run_id!r} was never started: {why}"
 

@@ -186,7 +186,7 @@ def _warn_that_it_continues(run: RunView, ranks: Sequence[int], timeout_s: float
     until = "" if timeout_s is None else ", to their time limit"
     option = name_ranks(ranks).partition(" ")[2].replace(" ", "")
     print(
-        f"replicas: Run {run.run_id!r} continues on its own, and so do the added replicas{until}. "
+        f"replicas: Run {run.run_id!r} continues on its own, and the added replicas do, too{until}. "
         f"End it: replicas cancel {reference(run.run_id, run.store.url)} --rank {option}",
         file=sys.stderr,
     )

@@ -255,7 +255,8 @@ def _jobs_left(run: RunView, backends: Sequence[Backend]) -> Iterator[tuple[Back
             # jobs: their notes are deleted, so no later command can name them.
             commands = backend.commands_to_end(run.run_id)
             look = f" Look for them yourself: {commands}" if commands else ""
-            _say(f"whether jobs of run {run.run_id} still run on {backend.backend_name!r} is not known: {error}{look}")
+            where = f"jobs of run {run.run_id} still run on {backend.backend_name!r}"
+            _say(f"it is not known whether {where}: {error}{look}")
         else:
             if left.n:
                 yield backend, left
@@ -374,7 +375,7 @@ def remove_run(
     drop_key(store.url, run_id)  # a new run with this id may be unsigned
     if left:
         raise StoreError(
-            f"Run {run_id!r} is removed, but for {len(left)} objects under names that no run has, such as "
+            f"Run {run_id!r} is removed, except for {len(left)} objects under names that no run has, such as "
             f"{min(left)[:200]!r}. Delete these with the tools of the rendezvous.",
             url=store.url,
         )

@@ -158,8 +158,7 @@ class RunManager:
             self.n_withdrawn = self.canceller.n_withdrawn + withdraw_jobs(self.view)
         except BackendError as error:  # the replicas were cancelled, so this must not look like a failed cancel
             self._warn(
-                f"{self.view.run_id} was cancelled. Whether a queue still holds jobs of it could not be found out: "
-                f"{error}"
+                f"{self.view.run_id} was cancelled. It is not known whether a queue still holds jobs of it: {error}"
             )
 
     def stop(self, within_s: float, wait: Callable[[float], bool] | None = None) -> None:

@@ -113,7 +113,7 @@ def _unknown(run_id: str, problem: ReplicasError, executor: ServerlessExecutor |
         how = f"Backend {executor.backend_name!r} has no jobs that it could end without the store."
     else:
         how = (
-            "This machine has noted no job of it. If it runs at a service, name that, which finds the jobs by their "
+            "This machine has noted no job of the run. If the run is at a service, name it to find the jobs by their "
             f"label: replicas cancel {run_id} --backend NAME"
         )
     if isinstance(problem, RunNotFoundError):

@@ -163,7 +163,7 @@ def test_the_pointer_shows_the_duration_of_a_round_and_the_wait_that_it_caused(
         tab.locator("figure.waited .u-over").hover()
         tip = tab.locator("figure.waited .tip").text_content()
         assert "the round took: " in tip
-        assert "and held the training up: " in tip
+        assert "and training waited for: " in tip
         lanes = tab.locator("svg.timeline").bounding_box()
         spans = document(SCENES["beside"]())["timeline"]
         _, since, to, names = spans["lanes"][1]["beside"][20]

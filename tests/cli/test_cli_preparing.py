@@ -48,9 +48,9 @@ def test_status_knows_a_run_from_the_moment_its_id_is_chosen(slow: Folder, here:
         eventually(lambda: find_preparation("mine"))
         result = here.replicas("status", "mine")
         assert result.code == 0
-        assert re.fullmatch(r"Run 'mine' is preparing, for \d+ s: process \d+ checks it\.\n", result.stdout)
+        assert re.fullmatch(r"Run 'mine' is being prepared: process \d+ has checked it for \d+ s\.\n", result.stdout)
         assert here.replicas("status", "mine", "--json").json["status"] == "preparing"
-        with pytest.raises(RunNotFoundError, match="is preparing"):
+        with pytest.raises(RunNotFoundError, match="is being prepared"):
             attach("mine")
         assert list_runs() == [], "a launch that is being prepared is not listed as a run"
         (slow.path / "go").write_text("")

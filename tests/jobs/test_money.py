@@ -393,7 +393,7 @@ def test_a_service_that_cannot_be_asked_about_a_run_that_is_removed_is_named_wit
     told = command.replicas("rm", RUN.id)
     hf.forgive()
     assert told.code == 0, told
-    assert f"whether jobs of run {RUN.id} still run on 'hf' is not known: " in told.stderr
+    assert f"it is not known whether jobs of run {RUN.id} still run on 'hf': " in told.stderr
     assert f"hf jobs ls --namespace ada --label replicas-run={RUN.id}" in told.stderr
 
 

@@ -187,7 +187,7 @@ def test_an_addition_to_a_released_run_is_reported_to_continue(
 ) -> None:
     """The containers of the addition read the run's lease, which no process must renew after the release."""
     run = launched(folder, f"{FAKE}:1")
-    note = "Run 'otter' continues on its own, and so do the added replicas, to their time limit"
+    note = "Run 'otter' continues on its own, and the added replicas do, too, to their time limit"
     found = attach("otter", executor=FakeExecutor())
     assert found.add(FakeExecutor(), 1) == [1]
     assert note not in capsys.readouterr().err, "no note is printed, because the launcher renews the lease"

@@ -111,7 +111,7 @@ def test_a_result_that_could_never_be_recorded_is_not_taken_for_an_entrypoint_th
     run = without_store(local, tmp_path, state_home, "Traceback", gives_up_s=0.5)
     assert run.wait(timeout=60)
     (outcome,) = run.outcomes()
-    said = "Replica 0 of 1 returned a result that was not recorded; the replica's log says why."
+    said = "Replica 0 of 1 returned a result that was not recorded. The replica's log has the reason."
     assert (outcome.reason, outcome.error, outcome.fingerprint) == ("no_result", said, None)
 
 
@@ -122,8 +122,7 @@ def test_an_entrypoint_that_raised_is_not_reported_to_have_ended_by_its_store(
     assert run.wait(timeout=60)
     (outcome,) = run.outcomes()
     said = (
-        "Replica 0 of 1 ended by itself with exit code 1 and could not record why: its store failed; "
-        "the replica's log says more."
+        "Replica 0 of 1 ended by itself with exit code 1. Its store failed, so only the replica's log has the reason."
     )
     assert (outcome.reason, outcome.error, outcome.fingerprint) == ("no_result", said, None)
     assert "ValueError: the bug" in outcome.output_tail

@@ -110,7 +110,7 @@ def test_a_forged_outcome_ends_no_living_rank_and_starts_no_attempt(
         assert [state.attempt for state in seen.replicas] == [0, 0], name
         assert seen.forged == [(0, 0), (1, 0), (1, 1)], name
     told = Folder(tmp_path).replicas("status", run.url)
-    assert "without the run's key were found, of ranks 0-1: not believed" in " ".join(told.stdout.split())
+    assert "without the run's key were found, of ranks 0-1. They have no effect" in " ".join(told.stdout.split())
     (tmp_path / "go").touch()
     assert run.results() == ["rank 0, attempt 0", "rank 1, attempt 0"]
     ended = Folder(tmp_path).replicas("wait", run.url)

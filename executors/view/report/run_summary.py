@@ -93,15 +93,15 @@ def _held_up(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         when = [f"last in {row['last']}"] if row["last"] else []
         when += [f"missing from {row['missing']}"] if row["missing"] else []
         cost = f"{name_duration(row['cost_s'])}, {name_share(row['cost_s'] / alive_s)} of the replicas’ time"
-        yield "bad", f"Rank {rank} held the others up for {cost}: {', '.join(when)} of {n} rounds."
+        yield "bad", f"Rank {rank} delayed the others by {cost}: {', '.join(when)} of {n} rounds."
     held_up, hidden = document["numbers"]["late"] or 0.0, document["numbers"]["hidden"] or 0.0
     if hidden >= NOTABLE or held_up >= TOO_LATE:
         beside = f"; {name_share(hidden)} more ran while training continued" if hidden else ""
         tone = "bad" if held_up >= TOO_LATE else "plain"
-        yield tone, f"Rounds held the training up for {name_share(held_up)} of the time{beside}."
+        yield tone, f"Training waited for rounds for {name_share(held_up)} of the time{beside}."
     if not late and held_up < TOO_LATE:
         share = name_share(document["numbers"]["waiting"])
-        yield "good", f"Replicas waited for {share} of their time, in {n} rounds, and for none of them in particular."
+        yield "good", f"Replicas waited for {share} of their time, in {n} rounds. No single replica caused that."
 
 
 def _lost(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

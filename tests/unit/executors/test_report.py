@@ -86,7 +86,7 @@ def test_a_missing_rank_is_charged_with_the_wait_of_all_others(kills: tuple[Subj
         "three replicas waited 3 s in two rounds"
     )
     texts = [each["text"] for each in made["in_short"]]
-    assert any(text.startswith("Rank 3 held the others up for ") for text in texts)
+    assert any(text.startswith("Rank 3 delayed the others by ") for text in texts)
     assert texts[-2:] == ["Rank 1 was ended by signal 9 (SIGKILL), and came back.", "0.3 % of the work was lost."]
 
 
@@ -199,7 +199,7 @@ def test_a_round_while_training_continues_holds_it_up_for_as_long_as_it_is_late(
             spent[kind] += to - since
     assert spent["moving"] + spent["waiting"] + spent["reducing"] == pytest.approx(late, rel=0.02)
     assert spent["beside"] == pytest.approx(hidden, rel=0.02)
-    assert "Rounds held the training up for 11 % of the time; 42 % more ran while training continued." in texts_of(made)
+    assert "Training waited for rounds for 11 % of the time; 42 % more ran while training continued." in texts_of(made)
     held, took = (sum(line["y"]) for line in reversed(made["rounds"]["waited"]["lines"]))
     assert (held, took) == pytest.approx((late, late + hidden), rel=0.001)
     assert ANCHOR not in made["curves"]["shown"][0]["above"], (
@@ -216,7 +216,7 @@ def test_rounds_that_hold_training_up_are_shown_as_bad_news(part: float, beside:
     rows = [replace(row, late_s=part * (row.busy_s or 0.0)) for row in subject.metrics.rounds]
     made = document(replace(subject, metrics=replace(subject.metrics, rows=rows)))
     tones = {each["text"]: each["tone"] for each in made["in_short"]}
-    assert tones[f"Rounds held the training up for 53 % of the time{beside}."] == "bad"
+    assert tones[f"Training waited for rounds for 53 % of the time{beside}."] == "bad"
     assert [text for text in tones if text.startswith("Replicas waited")] == []
 
 

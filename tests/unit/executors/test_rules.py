@@ -169,7 +169,7 @@ def test_a_store_that_does_not_answer_is_never_a_deterministic_end(why: dict[str
 def test_a_process_that_returned_a_result_is_not_reported_to_have_ended_before_it(store_failed: bool) -> None:
     running, code = ended_for_want_of_a_store(has_result=True, store_failed=store_failed)
     reason, error = ExitClassifier(1, None, MemoryKills(lambda: 0)).explain(running, code)
-    said = "Replica 0 of 1 returned a result that was not recorded; the replica's log says why."
+    said = "Replica 0 of 1 returned a result that was not recorded. The replica's log has the reason."
     assert (reason, error) == ("no_result", said)
 
 

@@ -171,7 +171,7 @@
     const waited = root.querySelector("figure.waited");
     if (waited && data.rounds.waited.x.length) {
       const { x, lines, bins } = data.rounds.waited;
-      const labels = lines.length > 1 ? ["the round took", "and held the training up"] : ["all replicas together"];
+      const labels = lines.length > 1 ? ["the round took", "and training waited for"] : ["all replicas together"];
       show(waited, () => ({ x, lines: lines.map(({ y }, at) => ({ label: labels[at], y, color: at < lines.length - 1 ? "beside" : "waiting", width: 1 })), over: "round", unit: " s", bars: !bins, fromZero: true }));
     }
     const norms = root.querySelector("figure.norms");
