@@ -248,12 +248,28 @@ def merge_ends(members: Sequence[Member], cause: Member | None) -> Outcome | Non
     name, line = f"Member {cause.number} of {n}", end.error_line
     if line is not None and not line.startswith(name):  # the sentence about a hang already names the member
         line = f"{name}: {line}"
+    if early := _describe_early_ends(members, cause):
+        line = None if line is None else f"{line} ({early})"
+        early = f" {early[0].upper()}{early[1:]}."
     return replace(
         end,
-        error=f"{name} failed first.\n{end.error or ''}",
+        error=f"{name} failed first.{early}\n{end.error or ''}",
         error_line=line,
         pid=members[0].pid,
         reported=None if leader is None else leader.reported,
         member=cause.number,
         **members[0].page.outcome_fields(),
     )
+
+
+def _describe_early_ends(members: Sequence[Member], cause: Member) -> str:
+    """Return words on the members that had ended with 0 before another one failed. Empty: there are none.
+
+    A collective of the others fails then, and its error does not name the member that has left.
+    """
+    failed_at = cause.page.raised_at or cause.ended_at
+    early = [each for each in members if each.exit_code == 0 and (each.page.left_at or each.ended_at) <= failed_at]
+    if not early:
+        return ""
+    names = ", ".join(str(each.number) for each in early)
+    return f"before that, member{'s' * (len(early) > 1)} {names} ended with exit code 0"

@@ -400,7 +400,10 @@ class Supervisor:
             running = self._find_running(pid)
             if running is None:
                 continue  # a process that a rank left behind, which this subreaper inherited
-            has_ended = running.note_member_end(pid, os.waitstatus_to_exitcode(status), time.monotonic())
+            exit_code = os.waitstatus_to_exitcode(status)
+            has_ended = running.note_member_end(pid, exit_code, time.monotonic())
+            if exit_code < 0:
+                _remove_temp_folders(pid)
             if has_ended:
                 self._forget(running)
                 self._starter.note_output(running.asked, is_whole=True)
@@ -610,3 +613,10 @@ class Supervisor:
                 if retry(functools.partial(end_others, attempt, outcome, self._spec.world_size)):
                     self._session.close("the run failed early")
             self._cancel_poller.look_soon()
+
+
+def _remove_temp_folders(pid: int) -> None:
+    """Remove the folders of a worker that a signal has ended, so that it could not remove them itself."""
+    from executors.process.temp_folders import remove_temp_folders  # rarely needed, and it imports several modules
+
+    remove_temp_folders(pid)

@@ -20,6 +20,7 @@ from typing import Any
 
 from executors.errors import ReplicasError
 from executors.process import path_of_descriptor, signal_name
+from executors.process.temp_folders import temp_prefix
 from executors.replica import PAGE, Replica
 from executors.task.command import search_path
 from executors.task.stored import installed_version
@@ -117,7 +118,7 @@ def run_command(words: Sequence[str], replica: Replica, copy: Callable[[bytes], 
         run_command(["torchrun", "train.py"], current_replica())
     """
     global _asked_group
-    folder = Path(tempfile.mkdtemp(prefix="replicas-command-"))
+    folder = Path(tempfile.mkdtemp(prefix=temp_prefix()))  # the supervisor removes it if this process is killed
     process: subprocess.Popen[bytes] | None = None
     output = None if copy is None else CopiedOutput(copy)
     try:

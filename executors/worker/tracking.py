@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from executors.metrics.rows import Left, LeftOut, parse_line
+from executors.process.temp_folders import temp_prefix
 from executors.protocol import ReplicaStatus
 from executors.replica import Replica
 from executors.task.stored import StoredTask
@@ -116,7 +117,10 @@ class Tracking:
                 if numbers:
                     tracker.log(numbers, step, at)
         if self._write_page is not None and isinstance(tracker, PageTracker) and not self._is_hurried:
-            with self._warned("did not take the page of the run"), tempfile.TemporaryDirectory() as folder:
+            with (
+                self._warned("did not take the page of the run"),
+                tempfile.TemporaryDirectory(prefix=temp_prefix()) as folder,
+            ):
                 path = Path(folder, f"{self._tracked.run_id}.html")
                 writing = threading.Thread(target=self._write, args=(self._write_page, path), daemon=True)
                 # written in a thread, because a store that does not answer would delay the end of the tracker

@@ -181,6 +181,15 @@ def test_the_outcome_of_a_failed_command_has_its_exit_code_or_signal_and_the_lin
     assert says in str(outcome.error)
 
 
+def test_a_killed_worker_of_a_command_leaves_no_temporary_folder(start: Callable[..., Run], tmp_path: Path) -> None:
+    """Its supervisor kills it if the command ignores SIGTERM, and then it cannot remove the folder itself."""
+    run = start("sh", "-c", f'echo "$TORCHELASTIC_ERROR_FILE" > {tmp_path}/name; kill -KILL $PPID; sleep 60')
+    assert ended(run).reason == "signal"
+    folder = Path((tmp_path / "name").read_text().strip()).parent
+    assert folder.name.startswith("replicas-worker-")
+    assert not folder.exists()
+
+
 def test_the_outcome_of_a_command_has_the_error_that_it_left_for_torchrun(start: Callable[..., Run]) -> None:
     script = (
         "import json, os; "

@@ -14,7 +14,7 @@ from executors.protocol import MemberEnd, Outcome, ReplicaStatus
 from executors.replica.shared_page import SharedPage
 from executors.settings import Settings
 from executors.settings.policy import HangLimits
-from executors.supervisor.members import Member, NoGpuToCountError, count_members, find_cause, reserve_port
+from executors.supervisor.members import Member, NoGpuToCountError, count_members, find_cause, merge_ends, reserve_port
 from executors.supervisor.watchdog import Watchdog
 from executors.worker.process_group import LineWriter
 
@@ -45,6 +45,19 @@ def test_the_member_that_vanished_is_the_cause_and_else_the_one_that_raised_firs
 ) -> None:
     found = find_cause(members)
     assert (None if found is None else found.number) == cause
+
+
+def test_the_outcome_names_members_that_had_ended_with_0_before_a_collective_of_the_others_failed() -> None:
+    """The error of the collective says only that a connection was closed."""
+    failed, early, late = member(0, 1, 2.0, raised_at=1.5), member(1, 0, 2.1), member(2, 0, 1.9)
+    early.page.left_at = 1.4
+    line = "RuntimeError: Connection closed by peer"
+    failed.end = Outcome(0, 0, ReplicaStatus.FAILED, "exception", error=f"Traceback\n{line}", error_line=line)
+    found = merge_ends([failed, early, late], failed)
+    assert found is not None
+    assert found.error_line == f"Member 0 of 3: {line} (before that, member 1 ended with exit code 0)"
+    first = "Member 0 of 3 failed first. Before that, member 1 ended with exit code 0.\nTraceback\n"
+    assert str(found.error).startswith(first)
 
 
 @pytest.mark.parametrize(
