@@ -235,7 +235,8 @@ def _cancel_all(started: Sequence[Run]) -> None:
 
 def _start(plan: LaunchPlan, output: Output, started: list[Run]) -> None:
     """Start a run, and append it to `started` at once, so that a later Ctrl-C cancels it."""
-    text = f"Starting {plan.request.settings.n} replicas of {plan.run_id}"
+    n = plan.request.settings.n
+    text = f"Starting {n} replica{'s' * (n > 1)} of {plan.run_id}"
     try:
         with _starting(plan.placements.backend_name, text, output) as on_progress:
             started.append(plan.start(on_progress))

@@ -56,7 +56,7 @@ def count_members(procs: str | None, gpu: str | None, devices: str | None) -> in
         return asked
     n = _gpus_of_this_machine() if visible is None else len([each for each in visible.split(",") if _is_gpu(each)])
     if n == 0 and procs == BY_GPU:
-        raise NoGpuToCountError("procs=gpu: this replica sees no GPU.")
+        raise NoGpuToCountError("procs=gpu: this replica sees no GPU; give a number (--procs 2), or auto")
     return max(1, n)
 
 
@@ -246,14 +246,12 @@ def merge_ends(members: Sequence[Member], cause: Member | None) -> Outcome | Non
     if end is None or end.status is ReplicaStatus.SUCCEEDED:
         return None
     name, line = f"Member {cause.number} of {n}", end.error_line
+    early = _describe_early_ends(members, cause)
     if line is not None and not line.startswith(name):  # the sentence about a hang already names the member
-        line = f"{name}: {line}"
-    if early := _describe_early_ends(members, cause):
-        line = None if line is None else f"{line} ({early})"
-        early = f" {early[0].upper()}{early[1:]}."
+        line = f"{name}{f' ({early})' * bool(early)}: {line}"
     return replace(
         end,
-        error=f"{name} failed first.{early}\n{end.error or ''}",
+        error=f"{name} failed first{f', {early}' * bool(early)}.\n{end.error or ''}",
         error_line=line,
         pid=members[0].pid,
         reported=None if leader is None else leader.reported,
@@ -272,4 +270,4 @@ def _describe_early_ends(members: Sequence[Member], cause: Member) -> str:
     if not early:
         return ""
     names = ", ".join(str(each.number) for each in early)
-    return f"before that, member{'s' * (len(early) > 1)} {names} ended with exit code 0"
+    return f"after member{'s' * (len(early) > 1)} {names} ended with exit code 0"

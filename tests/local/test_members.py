@@ -351,7 +351,9 @@ def test_a_restart_waits_until_each_member_is_gone_from_the_gpu(
 
 def test_procs_by_gpu_needs_a_gpu(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(LaunchError, match="procs=gpu: this replica sees no GPU"):
+    with pytest.raises(
+        LaunchError, match=r"procs=gpu: this replica sees no GPU; give a number \(--procs 2\), or auto\. Those"
+    ):
         start("look", procs="gpu")
 
 

@@ -221,8 +221,9 @@ class LocalProcessExecutor(Backend):
         if "error" in answer:
             rank = answer["rank"]
             who = "the replicas" if rank is None else f"replica {rank} of {run.world_size}"
+            why = answer["error"].rstrip(".")
             raise LaunchError(
-                f"Backend 'local' could not start {who}: {answer['error']}. Those already started were ended.",
+                f"Backend 'local' could not start {who}: {why}. Those already started were ended.",
                 rank=rank,
             )
         if note := answer.get("note"):  # once for each launch, in the user's terminal

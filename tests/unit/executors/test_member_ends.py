@@ -55,8 +55,8 @@ def test_the_outcome_names_members_that_had_ended_with_0_before_a_collective_of_
     failed.end = Outcome(0, 0, ReplicaStatus.FAILED, "exception", error=f"Traceback\n{line}", error_line=line)
     found = merge_ends([failed, early, late], failed)
     assert found is not None
-    assert found.error_line == f"Member 0 of 3: {line} (before that, member 1 ended with exit code 0)"
-    first = "Member 0 of 3 failed first. Before that, member 1 ended with exit code 0.\nTraceback\n"
+    assert found.error_line == f"Member 0 of 3 (after member 1 ended with exit code 0): {line}"
+    first = "Member 0 of 3 failed first, after member 1 ended with exit code 0.\nTraceback\n"
     assert str(found.error).startswith(first)
 
 
@@ -79,7 +79,7 @@ def test_the_members_are_counted_from_the_setting_or_from_the_gpus(
 
 
 def test_procs_by_gpu_without_a_gpu_is_an_error() -> None:
-    with pytest.raises(NoGpuToCountError, match=r"^procs=gpu: this replica sees no GPU\.$"):
+    with pytest.raises(NoGpuToCountError, match="^procs=gpu: this replica sees no GPU; give a number"):
         count_members("gpu", None, "")
 
 
