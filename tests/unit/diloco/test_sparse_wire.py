@@ -114,6 +114,11 @@ def test_of_equal_values_the_first_are_sent() -> None:
     assert encoded(TOP8, uneven) == reference(uneven)
 
 
+def test_a_negative_zero_is_sent_without_a_sign() -> None:
+    block = encoded(WIRES["top8"], np.array([1.0] + 15 * [-0.0], np.float32))
+    assert decoded(WIRES["top8"], block, 16).tolist()[:2] == [0.75, 0.75]
+
+
 def test_zeros_and_tiny_values_have_a_scale_of_zero_and_decode_to_zeros() -> None:
     for of in (np.zeros(5000, F), np.full(5000, -0.0, F), np.full(5000, 1e-38, F), np.full(5000, -1e-38, F)):
         block = encoded(TOP8, of)
