@@ -82,6 +82,8 @@ BAD_OPTIONS = 2  # the exit code of argparse and click after a wrong option
 REPEATED_ERROR_S = 1.0
 """By how much an error is dated later that another process of the replica has raised first. It is more than the time in
 which the other processes of a failed replica may report their own errors."""
+END_OF_INPUT = "EOF when reading a line"  # the text of Python's `input`
+NO_INPUT = "a replica has no standard input, so give the value as an argument"
 AFTER_THE_END = "this attempt began after the last round"
 AFTER_THE_END_ADVICE = (
     "This attempt began after the last round: the run is complete, and the model holds the anchor. A loop of the "
@@ -502,6 +504,8 @@ class _Worker:
             return self._failed("start_failed", str(error), 1)
         reason: Any = error.outcome_reason if isinstance(error, ReplicasError | HangError) else "exception"
         fields = describe_failure(error)
+        if isinstance(error, EOFError) and str(error) == END_OF_INPUT:
+            fields["error_line"] = f"{fields['error_line']} ({NO_INPUT})"
         if self.replica.began_after_the_end and reason == "exception":
             # The usual cause is a variable that only the loop sets. Events and the live table have this line alone, and
             # `NameError: name 'loss' is not defined` looks like a bug in a script that has run for days.

@@ -149,6 +149,12 @@ def test_a_replica_without_a_free_descriptor_left_reports_that_in_its_outcome(
     assert outcome.reported == {"step": 7}
 
 
+def test_a_replica_that_asks_for_input_is_told_that_it_has_none(local: LocalProcessExecutor) -> None:
+    (outcome,) = outcomes_of(launch(local, lambda: input("name? "), 1))
+    hint = "a replica has no standard input, so give the value as an argument"
+    assert outcome.error_line == f"EOFError: EOF when reading a line ({hint})"
+
+
 def test_the_exception_of_a_replica_is_recorded_before_its_objects_are_deleted(local: LocalProcessExecutor) -> None:
     def entrypoint() -> None:
         class Crashes:

@@ -79,7 +79,9 @@ def test_the_members_are_counted_from_the_setting_or_from_the_gpus(
 
 
 def test_procs_by_gpu_without_a_gpu_is_an_error() -> None:
-    with pytest.raises(NoGpuToCountError, match="^procs=gpu: this replica sees no GPU; give a number"):
+    with pytest.raises(
+        NoGpuToCountError, match=r"^procs=gpu: this replica sees no GPU; give a number \(--procs 2\), or auto$"
+    ):
         count_members("gpu", None, "")
 
 
