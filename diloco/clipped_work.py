@@ -85,7 +85,8 @@ class ClippedWorkCheck:
             self._larger_in_a_row = self._n_of_two = 0
             return
         self._n_of_two += 1
-        # One late replica of three is not worth a warning. One of the two replicas is enough to report it.
+        # One such round may only lack a late replica, so it causes no warning. The replica with the lower rank warns
+        # for both.
         if self._n_of_two >= ROUNDS and not self._has_noted_two and self._rank < others[0]:
             self._has_noted_two = True
             log.warning(

@@ -178,9 +178,9 @@ class DiLoCo:
             "int8" if `wire` is "int4", and "int4" if `wire` is "top8". "each": no mean is stored, and each replica
             reads all contributions. With up to about 7 replicas and "top8", that moves the fewest bytes.
 
-        robust: "clip": a contribution that is much larger than the others counts with the median of their norms. This
-            limits the harm of one replica whose gradients explode. It needs at least three replicas, and averages take
-            longer. Default None: every contribution counts as it is.
+        robust: "clip": a contribution that is much larger than the others is scaled down to the median of their norms.
+            This limits the harm of one replica whose gradients explode. It needs at least three replicas, and averages
+            take longer. Default None: every contribution counts as it is.
 
     Args: Work and data
         weight: Weight of this replica's work in the mean, more than 0, default 1. Or a function without parameters that

@@ -144,8 +144,8 @@ class StaleCopies:
 
         Args:
             when: the merge in the words of an error, such as "round 3".
-            may_return: True if gradients may lead straight back to the values before the merge, as after a round that
-                another replica spoilt. Then only a copy that is found is a proof.
+            may_return: True if gradients may lead straight back to the values before the merge, as after a round with
+                the wrong work of another replica. Then only a copy that is found is a proof.
         """
         samples, self._samples = self._samples, []
         self._merge, self._later, self._n_waits = None, None, 0

@@ -1,6 +1,7 @@
 """Tests of local replicas run once more under the emulation of macOS: the same promises hold on a laptop.
 
-The tests themselves run inside the emulation. `UNLIKE` has those that are about means of Linux, with the reason.
+The tests themselves run inside the emulation. `UNLIKE` lists the tests of features that only Linux has, with the
+reason.
 """
 
 from __future__ import annotations
