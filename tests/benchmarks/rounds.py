@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
@@ -46,10 +45,19 @@ MEMORY = Place(
     "in memory, with large pages",
     (
         *("unshare", "--map-root-user", "--mount", "sh", "-c"),
-        'mount -t tmpfs -o huge=always replicas "$0" && TMPDIR="$0" exec "$@"',
-        tempfile.gettempdir(),
+        # The mount point is a folder of its own: over the temporary folder it would hide a checkout there.
+        'd=$(mktemp -d) && { mount -t tmpfs -o huge=always replicas "$d" && TMPDIR=$d "$@"; code=$?; '
+        'umount "$d"; rmdir "$d"; exit $code; }',
+        "sh",
     ),
 )
+
+
+def can_mount() -> bool:
+    """Return True if this user can mount a folder in memory."""
+    return (
+        bool(which("unshare")) and subprocess.run([*MEMORY.around, "true"], stderr=subprocess.DEVNULL).returncode == 0
+    )
 
 
 def rounds(options: Options) -> list[Comparison]:
@@ -57,7 +65,7 @@ def rounds(options: Options) -> list[Comparison]:
     if options.quick:
         return _exchange(3_000_000, 2, 1, 2, TEMPORARY)  # large enough for a mean in shards
     places = [TEMPORARY]
-    if which("unshare") and subprocess.run([*MEMORY.around, "true"], stderr=subprocess.DEVNULL).returncode == 0:
+    if can_mount():
         places.append(MEMORY)
     found = []
     for n_elements, n in ((size, n) for size in (10_000_000, LARGE) for n in (2, 4, 8)):

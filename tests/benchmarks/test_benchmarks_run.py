@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from servers.slurm.cluster import Cluster
 
 from benchmarks.__main__ import main
+from benchmarks.harness import Comparison, Options
+from benchmarks.rounds import MEMORY, can_mount
 
 ROOT = Path(__file__).parents[2]
 PEERS = {
@@ -128,3 +131,29 @@ def test_an_unknown_benchmark_is_named(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit, match="2"):
         main(["L9"])
     assert "L9" in capsys.readouterr().err
+
+
+def test_a_benchmark_that_fails_is_named_at_the_end_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fails(options: Options) -> list[Comparison]:
+        raise OSError("no such mount")
+
+    def measures(options: Options) -> list[Comparison]:
+        return [Comparison("Z2", "a row", "s", {"ours": [1.0]})]
+
+    monkeypatch.setattr("benchmarks.__main__.BENCHMARKS", {("Z1",): fails, ("Z2",): measures})
+    with pytest.raises(SystemExit, match="These benchmarks failed, see above: Z1"):
+        main(["--json", str(tmp_path / "found.json")])
+    assert "no such mount" in capsys.readouterr().err
+    assert [row["name"] for row in json.loads((tmp_path / "found.json").read_text())["comparisons"]] == ["Z2"]
+
+
+@pytest.mark.skipif(not can_mount(), reason="this user cannot mount")
+def test_a_mount_of_a_benchmark_hides_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "checkout").write_text("here")
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [*MEMORY.around, "sh", "-c", 'cat "$1/checkout" && test -w "$TMPDIR" && exit 7', "sh", str(tmp_path)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("here", 7)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkout"]
