@@ -404,7 +404,8 @@ def _next_attempts(
     asked = [s for s in ended if (s.status not in done if ranks is None else s.rank in ranks)]
     if foreign := [s.rank for s in asked if s.rank not in startable]:
         names, where = name_ranks(foreign), ", ".join(sorted({states[rank].backend for rank in foreign}))
-        print(f"replicas: {names} on {where}: added elsewhere, so started only if named, as --rank.", file=sys.stderr)
+        text = f"{names} on {where} {'was' if len(foreign) == 1 else 'were'} added by another machine"
+        print(f"replicas: {text}. To start added replicas here, name them: --rank.", file=sys.stderr)
         asked = [s for s in asked if s.rank not in foreign]
     resumed = {s.rank: s.attempt + 1 for s in asked if s.restart.is_awaited and _decided(s)["kind"] == "resume"}
     found = {state.rank: state.attempt + 1 for state in asked if state.rank not in resumed}

@@ -234,7 +234,7 @@ def test_another_machine_adds_with_the_digest_and_restarts_the_ranks_that_the_us
     eventually(lambda: third.status().is_terminal, "both ranks have ended")
     known: Any = {"task_digest": digest, "env": {"WORD": "z"}, "detach": True}
     resume(third, **known)
-    assert "rank 1 on fake: added elsewhere" in capsys.readouterr().err
+    assert "rank 1 on fake was added by another machine" in capsys.readouterr().err
     come(folder, "0-1")
     forged = added_key("otter", 1)
     view_of(run).store.put(forged, bytes(view_of(run).store.get(added_key("otter", 0))).replace(b"[1]", b"[7]"))
