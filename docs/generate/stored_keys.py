@@ -15,6 +15,7 @@ from executors.restarts.lease import STARTS
 from executors.settings.run_spec import ATTACHED_LEASE
 from executors.store import record_names
 from executors.store.added_ranks import added_key
+from executors.task.notice_record import notices_prefix
 from executors.worker import log_copy
 
 NAMES = "executors.store.record_names"
@@ -82,6 +83,7 @@ def keys_of_run() -> list[StoredKey]:
         StoredKey(added_key("<run>", NUMBER), "Ranks that one `replicas add` has taken, and their backend."),
         StoredKey("<run>/handles/<attempt>.json", "Copies of all handles of a launch, so that one read finds them."),
         StoredKey("<run>/decisions/<index>.json", "One entry of the decision log: a restart, or an order of a user."),
+        StoredKey(f"{notices_prefix('<run>')}<name>.json", "The sender of a notification, or its result."),
         StoredKey(f"<run>/{ATTACHED_LEASE}", "The lease of an attached run. The launching process renews it."),
         StoredKey(f"<run>/{STARTS}<nonce>.json", "The lease of a start of detached replicas, until all have started."),
         StoredKey(
@@ -106,6 +108,7 @@ def keys_of_attempt() -> list[StoredKey]:
         StoredKey(key(warning_record.NAME), "The warnings of the attempt, each text once."),
         StoredKey(key(log_copy.NAME), "The output of the replica, if it does not run on the launching machine."),
         StoredKey(key("stacks/<number>.txt"), "The stacks of the replica's threads, from one dump."),
+        StoredKey(key("health-<nonce>"), "An object of a health check, which deletes it again."),
         StoredKey(key("artifacts/<path>"), "A file that the replica saved with `save_artifact(name, path)`."),
         StoredKey(spare_key("<run>", NUMBER, ATTEMPT, "<path>"), "The same records for a spare."),
         *(

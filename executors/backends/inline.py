@@ -23,7 +23,7 @@ from executors.process import is_alive, start_time, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.replica import RANK, find_replica, set_current_replica
 from executors.run.new_run import write_new_run
-from executors.settings.run_spec import RunSpec, StartSpec
+from executors.settings.run_spec import NOTIFY, RunSpec, StartSpec
 from executors.store import store_at
 from executors.store.record_names import HANDLE
 from executors.store.records import Record, checked, text
@@ -213,6 +213,7 @@ def _surroundings_of(run: RunSpec, rank: int, entrypoint: str | Callable[..., An
     """Give this process the replica's environment for a block, and restore its own environment afterwards."""
     environ, argv, modules, replica = dict(os.environ), sys.argv, {*sys.modules}, find_replica()
     os.environ.pop(RUN_KEY, None)  # this key belongs to another run
+    os.environ.pop(NOTIFY, None)  # the user's code does not need the URLs of notifications
     os.environ.update({**run.env, **run.credentials, RANK: str(rank)})
     try:
         with module_search.restored_search_path():

@@ -34,6 +34,7 @@ from executors.errors import BackendError
 from executors.logs import last_of
 from executors.logs.readers import OffsetLog
 from executors.replica import NOTICE_S
+from executors.settings.run_spec import NOTIFY
 from executors.store.run_key import RUN_KEY
 from executors.task.masked_values import masked
 
@@ -202,6 +203,13 @@ class RayJobs(JobService):
                 "every user who may list the cluster's jobs would see the key of a signed run. Launch without signed= "
                 "(--signed), or accept that with --option credentials=env",
                 "rejected",
+            )
+        if self.credentials == "nodes" and NOTIFY in job.credentials and NOTIFY not in self._warned_about:
+            self._warned_about.add(NOTIFY)
+            print(
+                "replicas: the jobs of Ray send no notifications, because every user who may list them would see the "
+                "URLs. This command sends them while it watches the run. Or accept that: --option credentials=env",
+                file=sys.stderr,
             )
         hidden = job.credentials if self.credentials == "env" else {}
         values = {NOTICE_S: str(STOP_GRACE_S), **job.env, **hidden}

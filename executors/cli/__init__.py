@@ -131,6 +131,7 @@ def main() -> int:
     Example:
         sys.exit(main())
     """
+    hide_urls()
     json_guard.begin(as_json="--json" in _split_argv(sys.argv[1:])[0])
     for name in ("stdin", "stdout", "stderr"):
         # A caller may have closed a standard stream: Python then has None, and each print would fail.
@@ -173,6 +174,40 @@ def main() -> int:
         except OSError:  # Python flushes stderr at exit as well: a failure there would change the exit code
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     return code
+
+
+def hide_urls() -> None:
+    """Replace this process by one whose command line has no URLs of notifications, because all users can list it.
+
+    The URLs move into a variable of the environment, which only this user can read. The process keeps its number.
+    """
+    arguments = sys.argv[1:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    if not any(text == "--notify" or text.startswith("--notify=") for text in arguments[:end]):
+        return
+    from executors.notices.targets import is_reference
+    from executors.settings.run_spec import NOTIFY
+
+    urls: list[str] = []
+    is_visible = False
+    hidden = list(arguments)
+    for index, text in enumerate(arguments[:end]):
+        flag, equals, value = text.partition("=")
+        is_value = index > 0 and arguments[index - 1] == "--notify"
+        given = text if is_value else value if flag == "--notify" and equals else ""
+        if given and not is_reference(given):
+            urls.append(given)
+            is_visible = True
+            hidden[index] = f"env:{NOTIFY}" if is_value else f"--notify=env:{NOTIFY}"
+        elif given == f"env:{NOTIFY}":
+            urls += os.environ.get(NOTIFY, "").split()
+    start = len(sys.orig_argv) - len(arguments)
+    # Within another program, such as a test, the command line is not this command's.
+    if not is_visible or sys.orig_argv[start:] != arguments or any(not url.strip() or " " in url for url in urls):
+        return
+    with contextlib.suppress(OSError):
+        environ = {**os.environ, NOTIFY: " ".join(dict.fromkeys(urls))}
+        os.execve(sys.executable, [*sys.orig_argv[:start], *hidden], environ)
 
 
 def _call() -> int:

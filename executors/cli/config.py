@@ -42,6 +42,7 @@ EXAMPLES = {
     "run-id": "first-try",
     "volume": ["corpus:/data"],
     "columns": "lr,gnorm",
+    "notify": ["env:SLACK_URL"],
 } | {key_of(name, option): option.example for name, option in OPTIONS.items() if option.example is not None}
 PROFILE = "The profile of the settings files to use. Default: none."
 CONFIG = "Another file of settings to read. Repeatable. The last one wins."
@@ -190,7 +191,7 @@ def config(
         _check_options(settings)
     if as_json:
         found: dict[str, FoundSettingDocument] = {
-            ".".join(place): {"value": setting.value, "origin": setting.origin}
+            ".".join(place): {"value": shown_value(place, setting.value), "origin": setting.origin}
             for place, setting in settings.found.items()
         }
         document: ConfigDocument = {"files": list(settings.files), "profile": profile, "settings": found}
@@ -202,7 +203,7 @@ def config(
         if place[:-1] != table:
             table = place[:-1]
             lines.append((f"[{'.'.join(filter(None, table))}]", ""))
-        lines.append((f"{_toml_key(place[-1])} = {_toml(setting.value)}", f"# {setting.origin}"))
+        lines.append((f"{_toml_key(place[-1])} = {_toml(shown_value(place, setting.value))}", f"# {setting.origin}"))
     width = max((len(text) for text, _ in lines), default=0)
     for text, origin in lines:
         output.print(f"{text:<{width}}  {origin}".rstrip())
@@ -211,6 +212,24 @@ def config(
             f"No settings: there is no {FILE} in this folder or above. To write one: replicas config --template"
         )
     return 0
+
+
+def shown_value(place: tuple[str, ...], value: Any) -> Any:
+    """Return the value of a setting as it may be shown. URLs of notifications are masked.
+
+    Args:
+        place: the place of the setting in a file.
+        value: its value.
+
+    Example:
+        shown_value(("notify",), ["https://example.org/secret"])  # ["***"]
+    """
+    from executors.notices.targets import is_reference
+    from executors.task.masked_values import MASK
+
+    if place != ("notify",):
+        return value
+    return [text if is_reference(text) else MASK for text in value]
 
 
 def _check_options(settings: FoundSettings) -> None:

@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -60,7 +60,11 @@ class CheckResult:
 
 
 @describe(
-    examples=["replicas doctor", "replicas doctor --backend modal --rendezvous s3://BUCKET/runs --probe"],
+    examples=[
+        "replicas doctor",
+        "replicas doctor --notify env:SLACK_URL",
+        "replicas doctor --backend modal --rendezvous s3://BUCKET/runs --probe",
+    ],
     exit_codes={0: "All is ready.", FAILED: "Something is wrong. The line in red names it."},
 )
 def doctor(
@@ -80,9 +84,12 @@ def doctor(
     ] = None,
     option: BackendOptions = None,
     rendezvous: RendezvousOption = None,
+    notify: Annotated[
+        list[str] | None, Option("--notify", metavar="URL", help="Also send a test notification. Repeatable.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Check this machine, a backend and a rendezvous."""
+    """Check this machine, a backend, a rendezvous, and the URLs of notifications."""
     from rich.text import Text
 
     from executors.worker.probe import describe_environment
@@ -98,6 +105,7 @@ def doctor(
         _check_packages(),
         _check_machine(is_local=backend == "local"),
         _check_backend(backend, options, rendezvous, gpu, probe),
+        _check_notifications(notify),
     )
     while True:
         # A check makes its result only when the next one is asked for. A backend may take half a minute, a probe more.
@@ -217,6 +225,34 @@ def _check_backend(
         yield check(
             "probe", lambda: _probe(executor, url, gpu), "If the replica started, its log has the reason: replicas ls"
         )
+
+
+def _check_notifications(given: Sequence[str] | None) -> Iterator[CheckResult]:
+    """Send a test to each URL, and report what the service answered. The URLs are not shown."""
+    if given is None:
+        return
+    from executors.notices.sender import SendError, send_once
+    from executors.notices.targets import describe_target, resolve_targets
+
+    try:
+        urls = resolve_targets(given)
+    except (ReplicasError, ValueError) as error:
+        yield CheckResult("notify", "wrong", str(error))
+        return
+    document = {
+        "title": "replicas: a test",
+        "text": "This is a test of `replicas doctor --notify`. Events of runs will arrive here.",
+        "event": "test",
+        "kind": "test",
+    }
+    for number, url in enumerate(urls, start=1):
+        began, name = time.monotonic(), describe_target(url, number, len(urls))
+        try:
+            send_once(url, document)
+        except SendError as error:
+            yield CheckResult("notify", "wrong", f"{name}: {error}", "Check the URL and the network of this machine.")
+        else:
+            yield CheckResult("notify", "ok", f"{name}: a test was sent in {time.monotonic() - began:.1f} s")
 
 
 def _check_store(url: str) -> str:

@@ -14,11 +14,13 @@ from executors.backend import Backend
 from executors.cli.config import ConfigOption, ProfileOption, origins_of, settings_of, was_given, with_origins
 from executors.cli.documents import ErrorDocument
 from executors.cli.options import (
+    NOTIFY_ON_HELP,
     BackendOptions,
     ColumnsOption,
     DigestOption,
     EnvOption,
     ExecutorOption,
+    NotifyOption,
     RanksOption,
     RendezvousOption,
     RunArgument,
@@ -30,6 +32,7 @@ from executors.cli.options import (
     complete_backend,
     find_run,
     make_executor,
+    notify_urls,
     options_of,
     parse_texts,
     setting_option,
@@ -71,7 +74,7 @@ PANELS = {
     RUN: ("n", "backend", "rendezvous", "gpu", "arg", "run_id", "procs", "module", "from_run", "from_step", "seed"),
     WHERE: ("option", "env", "secrets", "volume", "signed"),
     LIMITS: ("restarts", "timeout", "max_cost", "hang_timeout", "start_timeout", "fail_fast", "min_replicas"),
-    WATCH: ("detach", "columns", "tee", "tracker", "as_json"),
+    WATCH: ("detach", "columns", "tee", "tracker", "notify", "notify_on", "as_json"),
     SETTINGS: ("config", "profile"),
     TESTING: ("dry_run", "chaos"),
 }
@@ -115,6 +118,7 @@ def launch(
     config: ConfigOption = None,
     profile: ProfileOption = None,
     dry_run: Annotated[bool, Option("--dry-run", help=DRY_RUN)] = False,
+    notify: NotifyOption = None,
     as_json: JsonOption = False,
     **settings: Any,
 ) -> int:
@@ -159,6 +163,7 @@ def launch(
                     rendezvous=rendezvous,
                     run_id=run_id,
                     env=parse_texts("--env", env),
+                    notify=notify or (),
                     origins=origins_of(context, backend, given, chosen),
                     **{**asked, "n": total},
                 )
@@ -301,6 +306,8 @@ def resume(
     from_snapshot: Annotated[bool, Option("--from-snapshot", help=FROM_SNAPSHOT)] = False,
     total_steps: Annotated[int | None, Option(metavar="N", min=1, help=TOTAL_STEPS)] = None,
     total_rounds: Annotated[int | None, Option(metavar="N", min=1, help=TOTAL_ROUNDS)] = None,
+    notify: NotifyOption = None,
+    notify_on: Annotated[str | None, setting_option("notify_on", f"{NOTIFY_ON_HELP} {FROM_NOW}")] = None,
     rendezvous: RendezvousOption = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -337,6 +344,8 @@ def resume(
                     from_snapshot=from_snapshot,
                     total_steps=total_steps,
                     total_rounds=total_rounds,
+                    notify=notify_urls(notify),
+                    notify_on=notify_on,
                     on_progress=on_progress,
                 )
                 started += [] if resumed is found or detach else [resumed]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from executors.cli.output import UsageProblem, note, refuse, usage_errors
 from executors.errors import BackendError
 from executors.registry import OptionText
 from executors.settings import durations
-from executors.settings.declaration import PANELS, WHERE, Duration
+from executors.settings.declaration import PANELS, WATCH, WHERE, Duration
 from executors.settings.settings import DEFAULTS, OPTIONS
 from executors.task.arguments import json_or_text
 
@@ -133,6 +134,12 @@ TASK_DIGEST = (
 DigestOption = Annotated[str | None, Option(metavar="SHA256", help=TASK_DIGEST, rich_help_panel=WHERE)]
 TRUST_BUCKET = "Start the code that the rendezvous holds without checking it. It gets the credentials of this machine."
 TrustOption = Annotated[bool, Option("--trust-bucket", help=TRUST_BUCKET, rich_help_panel=WHERE)]
+NOTIFY_HELP = (
+    "Where events of the run are sent, such as its end: an https URL that gets JSON, a URL of apprise such as "
+    "slack://…, env:NAME or file:PATH. A URL is a secret and is not recorded. Repeatable. Default: none."
+)
+NotifyOption = Annotated[list[str] | None, Option("--notify", metavar="URL", help=NOTIFY_HELP, rich_help_panel=WATCH)]
+NOTIFY_ON_HELP = "The events that --notify sends: end, given_up, hang, budget and no_round."
 COLUMNS = "The reported numbers to show, as in lr,gnorm. Default: the first three."
 ColumnsOption = Annotated[
     Any, Option("--columns", metavar="NAME,…", help=COLUMNS, parser=lambda text: [*filter(None, text.split(","))])
@@ -155,6 +162,24 @@ def parse_path(text: str) -> Path:
     if not text:
         raise UsageProblem("is empty. Name a file or a folder. The current folder is a dot.")
     return Path(text)
+
+
+def notify_urls(given: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the URLs of --notify, checked. Without the option, they come from `REPLICAS_NOTIFY`.
+
+    Args:
+        given: the values of the option. None: the option was not given.
+
+    Raises:
+        ValueError: a value is not a URL to which notifications can be sent.
+
+    Example:
+        notify_urls(["env:SLACK_URL"])
+    """
+    from executors.notices.targets import resolve_targets
+    from executors.settings.run_spec import NOTIFY
+
+    return resolve_targets(given or os.environ.get(NOTIFY, "").split())
 
 
 def setting_option(name: str, help: str, panel: str = "") -> Any:

@@ -5,29 +5,35 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from executors.attempt.pauses import LONGEST_PAUSE_S
 from executors.cli.options import (
+    NOTIFY_ON_HELP,
     BackendOptions,
     DigestOption,
     EnvOption,
     ExecutorOption,
+    NotifyOption,
     RendezvousOption,
     RunArgument,
     SecretOption,
     TrustOption,
     VolumeOption,
     find_run,
+    notify_urls,
     parse_duration,
     parse_texts,
+    setting_option,
 )
 from executors.cli.output import JsonOption, Output, refuse, usage_errors
 from executors.cli.verb_help import EXIT_CODES, describe
 from executors.settings.declaration import LIMITS
 from executors.settings.durations import name_duration
+from executors.settings.notify import parse_kinds
 from executors.settings.policy import HangLimits, Restarts
 from executors.status import RunStatus
 
@@ -66,6 +72,8 @@ def watch(
     backend: ExecutorOption = None,
     option: BackendOptions = None,
     volume: VolumeOption = None,
+    notify: NotifyOption = None,
+    notify_on: Annotated[str | None, setting_option("notify_on", f"{NOTIFY_ON_HELP} Default: as launched.")] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Watch a run, and restart replicas that ended with their machines.
@@ -86,10 +94,15 @@ def watch(
     view = view_of(found)
     view.check_not_removed()
     with usage_errors():
+        urls = notify_urls(notify)
+        if notify_on is not None:
+            parse_kinds(notify_on)
         start_specs = _start_specs(found, env, secret, task_digest=task_digest, trust_bucket=trust_bucket)
     log = DecisionLog(view.store, found.run_id, key=next((start_spec.spec.key for start_spec in start_specs), None))
     needs_lease = any(start_spec.spec.lease_s is not None for start_spec in start_specs)
-    if not needs_lease:  # this command also keeps a run alive that needs a lease, even if it restarts nothing
+    if (
+        not needs_lease and not urls
+    ):  # this command also keeps a run alive that needs a lease, even if it restarts nothing
         _check_policy(found, log, new_restarts)
     if new_restarts is not None or hang is not None or start is not None:
         limits = None
@@ -105,14 +118,19 @@ def watch(
     controller = manager_of(found).restart_here(
         start_specs, lease, lambda words: output.print(words, "yellow"), log=log
     )
+    if urls:
+        spec = replace(start_specs[0].spec, notify=urls)
+        manager_of(found).notify_here(spec if notify_on is None else spec.with_settings(notify_on=notify_on))
     if once:
         now = _make_one_pass(found, controller, output)
+        manager_of(found).stop_notifying()
         if as_json:
             output.document(now.to_json())
         return 0
     try:
         watch_to_its_end(found, output)
     finally:
+        manager_of(found).stop_notifying()
         # Record that this command leaves the run on purpose, so that the run continues although no process watches it.
         if lease is not None:
             lease.release()

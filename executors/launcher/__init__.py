@@ -54,6 +54,8 @@ def launch(
     gather_s: float = GATHER_S,
     fail_fast: bool = False,
     tracker: str | None = None,
+    notify: Sequence[str] = (),
+    notify_on: str | Sequence[str] | None = None,
     restarts: Restarts | int | str | None = None,
     hang_timeout: str | float | None = None,
     start_timeout: str | float | None = None,
@@ -119,6 +121,11 @@ def launch(
         tracker: a tracker that also gets the numbers of the replicas while they train. The names are "trackio",
             "wandb", "mlflow", or a class as "pkg.mod:Class" (see `executors.view.report.trackers.Tracker`). There is
             one tracker run for each rank. If the tracker fails, the run gets a warning.
+        notify: the URLs to which events of the run are sent, such as its end. Each is an https URL that gets the event
+            as JSON, a URL of the package apprise, "env:NAME" for the URLs in a variable, or "file:PATH" for the URLs in
+            a file. A URL is a secret: it is never recorded, and containers get it as a secret. Default: none.
+        notify_on: the events to send, as in "end,given_up": "end", "given_up", "hang", "budget" and "no_round".
+            Default: all.
         restarts: restart replicas that end, at most this number of times each: a number, a text as "3/1h,oom=0", or a
             `Restarts`. 0 restarts only replicas whose end is not their own failure. "none" restarts nothing. Default:
             only replicas whose machine the service took back are restarted, while this process waits for the run.
@@ -132,8 +139,9 @@ def launch(
             `restarts` is given.
         spares: start this number of additional jobs, which stand by for replicas that lose their containers. Spares
             need `restarts` and a cloud backend.
-        health_check: a function without arguments, as "pkg.mod:f". Each new process calls it before the entrypoint, for
-            at most 60 s. If it raises or returns False, the attempt ends as `start_failed`.
+        health_check: the checks that each new process makes before the entrypoint: "gpu", "disk", "store", "clock" or
+            "all", or several as "gpu,disk". Or a function without arguments, as "pkg.mod:f", which is called for at
+            most 60 s. If a check fails, or the function raises or returns False, the attempt ends as `start_failed`.
         signed: True makes a key for this run. Replicas accept only records that were made with this key. Other users
             who can write to the rendezvous can stop the run, but cannot change its training. This machine keeps the key
             for `resume`.
@@ -226,5 +234,7 @@ def _bring_back(
         restarts=settings.restarts,
         hang_timeout=settings.hang_timeout,
         start_timeout=settings.start_timeout,
+        notify=request.notify,
+        notify_on=settings.notify_on,
         task_digest=task.digest,
     )

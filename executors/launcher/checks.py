@@ -15,6 +15,7 @@ from executors.backend import Backend
 from executors.errors import NO_DIRECTORY, EntrypointError, ReplicasError, StoreError
 from executors.registry.placements import Placements
 from executors.replica import CONTRACT, FOR_THE_WORKER, OF_MEMBERS, PROCESS_GROUP
+from executors.settings.health_checks import shipped_checks
 from executors.settings.policy import NO_RESTARTS, ONLY_PREEMPTED
 from executors.settings.procs import gpus_asked, known_procs
 from executors.store import open_store
@@ -312,7 +313,7 @@ def check_named(request: LaunchRequest) -> None:
     settings = request.settings
     if settings.tracker is not None:
         check_tracker(settings.tracker)
-    if settings.health_check is not None:
+    if settings.health_check is not None and not shipped_checks(settings.health_check):
         try:
             check_entrypoint(settings.health_check, {})
         except EntrypointError as error:
@@ -332,6 +333,22 @@ def check_kept(request: LaunchRequest) -> None:
     for name in KEPT:
         if getattr(request.settings, name):
             raise ValueError(f"A resumed run keeps the {name} of its launch: remove {name}=.")
+
+
+def with_package(package: Package, name: str) -> Package:
+    """Return the package with one more requirement, in the version that is installed here.
+
+    Args:
+        package: the package. It is returned as it is if it has the requirement already.
+        name: the name of the required package.
+    """
+    from executors.shipping.requirements import package_name_of
+
+    if name in {package_name_of(line) for line in package.requirements}:
+        return package
+    version = installed_version(name)
+    needed = name if version is None else f"{name}=={version}"
+    return replace(package, requirements=(*package.requirements, needed), pins=(*package.pins, needed))
 
 
 def with_tracker(package: Package, tracker: str) -> Package:

@@ -25,17 +25,20 @@ from executors.launcher.checks import (
     check_spares,
     check_working_directory,
     resolved,
+    with_package,
     with_policy,
     with_tracker,
 )
 from executors.launcher.source_run import find_source_run
 from executors.module_search import describe_hidden
+from executors.notices.targets import needs_apprise, resolve_targets
 from executors.protocol import ServerlessExecutor
 from executors.registry import check_executor, describe_executor, get_executor, import_path
 from executors.registry.placements import Placements, as_placements
 from executors.registry.run_index import KNOWN_BY, local_store, locate, remember_launch
 from executors.restarts.orders import abandon_run
 from executors.settings import GATHER_S
+from executors.settings.notify import KINDS
 from executors.settings.run_spec import StartSpec
 from executors.shipping.checkout import Checkout, GitQuery
 from executors.shipping.script_header import check_python, script_header, script_of
@@ -126,6 +129,8 @@ class LaunchPlan:
             print(f"replicas: {note}", file=sys.stderr)
         write_run(store, self.run_id, new)
         spec = with_lease(new.spec, placements.lease_s, detach=settings.detach)
+        if spec.notify and (price := self.usd_per_hour()) is not None:
+            spec = replace(spec, usd_per_hour=price / (settings.n + settings.spares))
         start = StartSpec(spec, request.entrypoint, settings.gpu, settings.timeout)
 
         def prepare() -> None:
@@ -151,6 +156,8 @@ class LaunchPlan:
         view_of(run).record = RunRecord.parse(to_bytes(new.record))
         if not settings.detach and placements.knows_attempts:
             manager_of(run).restart_here([start.with_settings(spares=0)], started.lease)
+        if not settings.detach:
+            manager_of(run).notify_here(spec)
         return run
 
     def usd_per_hour(self) -> float | None:
@@ -266,7 +273,10 @@ def plan_launch(
         raise ValueError(
             "gather_s= (--gather) has an effect only with min_replicas= (--min-replicas). Give both, or remove it."
         )
-    request = resolved(request)
+    # The URLs are checked first, because a run that cannot report must not start.
+    request = resolved(replace(request, notify=resolve_targets(request.notify)))
+    if request.notify and request.settings.notify_on is None:
+        request = request.with_settings(notify_on=",".join(KINDS))  # its record shows that the run sends notifications
     settings = request.settings
     rendezvous, timeout = request.rendezvous, settings.timeout
     if placements.needs_shared_rendezvous:
@@ -307,4 +317,6 @@ def plan_launch(
             request = replace(request, rendezvous=default_rendezvous())
         if package is not None and settings.tracker is not None:
             package = with_tracker(package, settings.tracker)
+        if package is not None and any(map(needs_apprise, request.notify)):
+            package = with_package(package, "apprise")
         return LaunchPlan(request, placements, request.run_id or new_run_id(), package, look.result(), key)

@@ -43,6 +43,8 @@ KEYS: Mapping[str, str] = {name: key_of(name, option) for name, option in OPTION
 """The key of each setting of a launch, by the name of its field."""
 OF_REQUESTS: Mapping[str, str] = {"entrypoint": "entrypoint", "rendezvous": "rendezvous", "run_id": "run-id"}
 """The keys of further values of a launch that a settings file may have, by the field of the request."""
+URLS = "notify"
+"""The key of the URLs of notifications. Files have only the places of URLs, because a URL is a secret."""
 COMMAND_ONLY = {"columns": str, "tee": str, "json": bool, "dry-run": bool, "volume": list[str], "module": bool}
 ANY_BACKEND = ""
 
@@ -154,6 +156,7 @@ def read_settings(
 def keys_of_launch() -> dict[str, Any]:
     """Return the names of all settings that `launch(config=…)` reads, with the type of each."""
     texts: dict[str, Any] = dict.fromkeys(("backend", *OF_REQUESTS.values()), str)
+    texts[URLS] = list[str]
     return texts | {KEYS[name]: option.kind for name, option in OPTIONS.items()} | COMMAND_ONLY
 
 
@@ -179,8 +182,8 @@ def filled(
     values, (args, texts) = settings.values, settings.arguments
     backend = str(name or values.get("backend", "local"))
     merged, origins = dict(asked), {}
-    for field, key in {**OF_REQUESTS, **KEYS}.items():
-        if key in values and merged[field] in (None, DEFAULTS.get(field)):
+    for field, key in {**OF_REQUESTS, **KEYS, URLS: URLS}.items():
+        if key in values and merged[field] in (None, (), DEFAULTS.get(field)):
             merged[field] = values[key]
             origins[key] = settings.found[(key,)].origin
     if values.get("module") and merged["argv"] is None:

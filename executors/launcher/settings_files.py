@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from executors.errors import EntrypointError, unknown_name
+from executors.notices.targets import is_reference
 from executors.registry import known_backends
 from executors.settings.declaration import Duration
 from executors.settings.durations import parse_duration
@@ -128,6 +129,11 @@ def _checked(key: str, value: Any, kind: Any, origin: str) -> Any:
         raise ValueError(
             f"{origin}: secret is a list of names, as in ['wandb']. The values of secrets are not kept in files: set "
             "the variable where you launch, or make a secret at the backend."
+        )
+    if key == "notify" and not (isinstance(value, list) and all(is_reference(str(text)) for text in value)):
+        raise ValueError(
+            f"{origin}: notify is a list of places of URLs, as in ['env:SLACK_URL'] or ['file:~/.notify']. A URL is a "
+            "secret, and is not kept in a settings file."
         )
     if kind is Duration and isinstance(value, str):
         try:

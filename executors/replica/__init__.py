@@ -49,6 +49,7 @@ GPU = "REPLICA_GPU"  # the GPU that the launch asked for
 BOTO3 = "REPLICA_BOTO3"  # the requirement to install if boto3 is missing
 SETTINGS = "REPLICA_SETTINGS"  # the settings of the launch, as JSON
 LAUNCHED_AT = "REPLICA_LAUNCHED_AT"
+USD_PER_HOUR = "REPLICA_USD_PER_HOUR"  # the price of one replica, for notifications
 LEASE_S = "REPLICA_LEASE_S"
 LEASE_NAME = "REPLICA_LEASE_NAME"  # the name of the lease; by default the lease of an attached run
 SPARE = "REPLICA_SPARE"  # "1": the container is a spare, and REPLICA_RANK is the number of the spare
@@ -58,7 +59,7 @@ FOLDER = "REPLICA_FOLDER"  # the folder that the bootstrap made, and that is rem
 SYS_PATH = "REPLICA_SYS_PATH"  # the folders with the user's modules, in a container
 FOR_THE_WORKER = (
     *(TASK_DIGEST, TASK_FOLDER, TIMEOUT_S, BOOTSTRAP_S, GPU, SETTINGS, BOTO3),
-    *(LAUNCHED_AT, LEASE_S, LEASE_NAME, SPARE, ENV, SERVICE, FOLDER, SYS_PATH),
+    *(LAUNCHED_AT, USD_PER_HOUR, LEASE_S, LEASE_NAME, SPARE, ENV, SERVICE, FOLDER, SYS_PATH),
 )
 MEMBER = "REPLICA_MEMBER"  # the number of this process in a replica of several processes
 MEMBERS = "REPLICA_MEMBERS"

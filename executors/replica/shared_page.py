@@ -77,6 +77,8 @@ class SharedPage:
     """The last time at which the rank's main thread executed bytecode."""
     step = _Number(STEP)
     """The step that the rank has reached. nan if the rank has reported none."""
+    round = _Number(ROUND)
+    """The round that the rank has reached. nan if the rank has reported none."""
     mark = _Number(MARK)
     """The time of the rank's last progress. 0 if there was none."""
     progress_marks = _Number(PROGRESS_MARKS)

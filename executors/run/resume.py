@@ -27,6 +27,7 @@ from executors.errors import (
     RunNotFoundError,
     StoreError,
 )
+from executors.notices.targets import resolve_targets
 from executors.process import this_process
 from executors.protocol import ReplicaStatus
 from executors.registry.placements import Placements, check_single_ranks
@@ -38,6 +39,7 @@ from executors.run.removal import names_removal
 from executors.run.run import Run, manager_of, view_of
 from executors.run.start_attempts import StartPlan, start_attempts
 from executors.run.start_spec import resumable_placements, spec_of, start_specs_of, trusted_task
+from executors.settings import Settings
 from executors.settings.policy import HangLimits, Restarts
 from executors.settings.run_spec import StartSpec
 from executors.status import ReplicaState, name_ranks
@@ -72,6 +74,8 @@ def resume(
     from_snapshot: bool = False,
     total_steps: int | None = None,
     total_rounds: int | None = None,
+    notify: Sequence[str] = (),
+    notify_on: str | Sequence[str] | None = None,
     on_progress: Callable[[str], None] = no_progress,
 ) -> Run:
     """Start a new attempt of every rank that ended without succeeding.
@@ -104,6 +108,9 @@ def resume(
             again, too. Replicas that still run continue to the new total when they reach the old one. The script need
             not change: `DiLoCo` reads the extension, and a loop over `diloco.steps()` continues.
         total_rounds: the new number of rounds of a run whose rounds go by the clock.
+        notify: the URLs to which events of the run are sent, as `launch()` takes them. They are not recorded, so give
+            them again. Default: none.
+        notify_on: the events to send. Default: the events of the launch.
         on_progress: called with a few words on the progress, if the start takes long. Default: nothing is reported.
 
     Returns:
@@ -134,6 +141,8 @@ def resume(
     task = trusted_task(view, task_digest=task_digest, trust_bucket=trust_bucket)
     launched = task.launched_with
     view.placements.named = frozenset(ranks or ())
+    urls = resolve_targets(notify)
+    changes = {} if notify_on is None else {"notify_on": Settings.of(n=1, notify_on=notify_on).notify_on}
     given: Any = {"gpu": gpu, "timeout": timeout, "env": env, "secrets": secrets, "detach": detach}
     given["verb"] = "resume --from-snapshot" if from_snapshot else "resume"
     start_specs = start_specs_of(view, task, ranks=range(view.world_size) if from_snapshot else ranks, **given)
@@ -160,7 +169,7 @@ def resume(
     more: dict[str, Any] = {**hang.texts, "restarts": None if policy is None else str(policy)}
     if gather_s is not None:
         more["gather_s"] = gather_s
-    start_specs = [start_spec.with_settings(**more) for start_spec in start_specs]
+    start_specs = [start_spec.with_settings(**more, **changes).with_spec(notify=urls) for start_spec in start_specs]
     if totals:
         _check_extension(view, log, start_specs[0].spec.key, totals)
     if from_snapshot:
@@ -223,6 +232,7 @@ def resume(
     found = Run(view.store, view.run_id, executor=placements)
     if not detach:
         manager_of(found).restart_here(start_specs, started.lease)
+        manager_of(found).notify_here(start_specs[0].spec)
     return found
 
 
@@ -347,6 +357,7 @@ def _begin_from_snapshot(
     begun = Run(run.store, spec.run_id, executor=placements)
     if not spec.settings.detach:
         manager_of(begun).restart_here([start_spec], started.lease)
+        manager_of(begun).notify_here(spec)
     return begun
 
 

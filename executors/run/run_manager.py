@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from executors.backend import JobsOfRun
 from executors.errors import BackendError, StoreError
+from executors.notices.notifier import Notifier, NotifierSpec
 from executors.patience import CONTROLLER, FOLLOWER, PAID_CONTROLLER, OutageTolerance
 from executors.protocol import BY_USER, Outcome, ServerlessExecutor
 from executors.restarts.decision_log import DecisionLog
@@ -20,7 +21,7 @@ from executors.run.external_controller import ExternalController
 from executors.run.launch_starter import LaunchStarter
 from executors.run.removal import withdraw_jobs
 from executors.run.waiter import Waiter
-from executors.settings.run_spec import StartSpec
+from executors.settings.run_spec import RunSpec, StartSpec
 from executors.status import ReplicaState, RunStatus
 from executors.store.parallel import within
 from executors.view.notebook import Display, in_notebook
@@ -56,6 +57,7 @@ class RunManager:
         self._is_launcher = is_launcher
         self._leases: tuple[LeaseHolder, ...] = ()
         self._controller: ExternalController | None = None
+        self._notifier: Notifier | None = None
 
     def wait(self, timeout: float | None = None, *, n: int | None = None) -> bool:
         """Wait until replicas have ended; see `Run.wait`.
@@ -233,6 +235,22 @@ class RunManager:
         self._controller = ExternalController(log, view.reader, starter, self.canceller.end, starter.knows)
         return self._controller
 
+    def notify_here(self, spec: RunSpec) -> None:
+        """Send notifications from a process beside this one, for as long as this process watches the run.
+
+        Args:
+            spec: the run, with the URLs. Without URLs, nothing is started.
+        """
+        if spec.notify and self._notifier is None:
+            self._notifier = Notifier(NotifierSpec.of(spec), has_output=True)
+            self._notifier.start()
+
+    def stop_notifying(self) -> None:
+        """Let the notifications that wait be sent, and no further ones. The process that sends them ends by itself."""
+        if self._notifier is not None:
+            self._notifier.close()
+            self._notifier = None
+
     @property
     def is_released(self) -> bool:
         """True if the replicas that this process started continue without it, because a user released it."""
@@ -253,6 +271,8 @@ class RunManager:
 
         Returns: True if there are new decisions, so that another look is due.
         """
+        if self._notifier is not None:
+            self._notifier.keep()
         if self._controller is None:
             return False
         n_known = len(self._controller.log.entries)
@@ -283,6 +303,7 @@ class RunManager:
             atexit.unregister(self.at_exit)
         for lease in self._leases:
             lease.end()
+        self.stop_notifying()
         if "_display" in self.__dict__:
             self._display.settle()
 

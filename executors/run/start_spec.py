@@ -19,6 +19,7 @@ from executors.backend import Backend
 from executors.errors import BackendError, StoreError, UntrustedTaskError
 from executors.registry.placements import PlacedBackend, Placements
 from executors.registry.run_index import damage_of_note, needed_key, reference
+from executors.settings.health_checks import shipped_checks
 from executors.settings.run_spec import RunSpec, StartSpec
 from executors.status import name_ranks
 from executors.store.record_names import run_record_key
@@ -239,7 +240,8 @@ def check_folder(run: RunView, task: StoredTask, verb: str) -> None:
     if not where or os.path.realpath(where) == os.path.realpath(here):
         return
     is_known = record.entrypoint is not None or record.modules is not None
-    entrypoints = (record.entrypoint, task.launched_with.settings.health_check)
+    check = task.launched_with.settings.health_check
+    entrypoints = (record.entrypoint, None if check is None or shipped_checks(check) else check)
     names = [parse_entrypoint(each) for each in entrypoints if each is not None]
     needed = [*(name.file or name.module for name in names), *(record.modules or ())]
     code = [(_code_in(where, each), _code_in(here, each)) for each in needed]

@@ -15,6 +15,8 @@ from executors.store.run_key import RUN_KEY
 
 LEASE_S = 900.0
 """How long containers continue while no process renews their lease, in seconds."""
+NOTIFY = "REPLICAS_NOTIFY"
+"""The environment variable with the URLs to which notifications are sent. It is a secret."""
 ATTACHED_LEASE = "lease.json"
 """The lease of an attached run, below the run."""
 
@@ -38,6 +40,10 @@ class RunSpec:
     secret_names: tuple[str, ...] = ()
     key: str | None = field(default=None, repr=False)
     """The key of a signed run, in hexadecimal. Replicas get it as a secret, and it is never recorded."""
+    notify: tuple[str, ...] = field(default=(), repr=False)
+    """The URLs to which notifications are sent. Supervisors get them as secrets, and they are never recorded."""
+    usd_per_hour: float | None = None
+    """The price of one replica, in US dollars per hour, for notifications. None: it is not known."""
     launched_at: float = 0.0
     """Unix time of the launch."""
     lease_s: float | None = None
@@ -54,7 +60,7 @@ class RunSpec:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RunSpec:
         """Return the spec that `to_json` wrote."""
-        tuples = {name: tuple(record[name]) for name in ("ranks", "secret_names")}
+        tuples = {name: tuple(record[name]) for name in ("ranks", "secret_names", "notify") if name in record}
         return cls(**{**record, **tuples, "settings": Settings.parse(dict(record["settings"]), "settings")})
 
     def to_json(self) -> dict[str, Any]:
@@ -86,6 +92,15 @@ class RunSpec:
     def is_watched(self) -> bool:
         """True if another process watches the run as long as its containers run."""
         return self.lease_s is not None and self.lease_name == ATTACHED_LEASE
+
+    def without_notify(self) -> RunSpec:
+        """Return a copy without the URLs of notifications, for the process of a rank, which sends none."""
+        return replace(self, notify=())
+
+    @property
+    def container_secrets(self) -> dict[str, str]:
+        """The variables that the supervisor in a container gets as secrets."""
+        return {**self.credentials, **({NOTIFY: " ".join(self.notify)} if self.notify else {})}
 
     @property
     def credentials(self) -> dict[str, str]:

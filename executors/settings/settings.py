@@ -18,6 +18,8 @@ from executors.settings.declaration import (
     declared_options,
     setting,
 )
+from executors.settings.health_checks import shipped_checks
+from executors.settings.notify import kinds_text
 from executors.settings.policy import NO_RESTARTS, HangLimits, Restarts
 from executors.settings.procs import procs_text
 from executors.store.records import FAR_AHEAD, Record, flag, integer, list_of, nullable, number, parsed, text
@@ -207,13 +209,13 @@ class Settings(Record):
         nullable(text(1000)),
         None,
         option=Option(
-            help="A function that each new process calls before the task, for at most 60 s: pkg.mod:f or "
-            "path/file.py:f. Default: none.",
+            help="A test that each new process runs before the task: gpu, disk, store, clock or all, or several as "
+            "gpu,disk. Or a function that is called for at most 60 s: pkg.mod:f or path/file.py:f. Default: none.",
             panel=LIMITS,
             metavar="NAME",
-            example="checks.py:gpu",
+            example="gpu",
             types=(str,),
-            words="must be the name of a function, as in 'pkg.mod:f'",
+            words="must be the names of checks or of a function, as in 'gpu,disk' or 'pkg.mod:f'",
         ),
     )
     signed: bool = setting(
@@ -263,6 +265,17 @@ class Settings(Record):
             words="must be a name, as in 'trackio' or 'pkg.mod:Class'",
         ),
     )
+    notify_on: str | None = setting(
+        nullable(parsed(kinds_text)),
+        None,
+        option=Option(
+            help="The events that --notify sends: end, given_up, hang, budget and no_round, separated by commas. Default: "
+            "all.",
+            panel=WATCH,
+            metavar="EVENT,…",
+            example="end,given_up",
+        ),
+    )
     seed: int | None = setting(
         nullable(integer(-ANY_SEED, ANY_SEED)),
         None,
@@ -304,6 +317,10 @@ class Settings(Record):
             asked["restarts"] = str(Restarts.of(restarts))
         if asked.get("procs") is not None:
             asked["procs"] = procs_text(asked["procs"])
+        if isinstance(on := asked.get("notify_on"), list | tuple):
+            asked["notify_on"] = ",".join(map(str, on))
+        if isinstance(on := asked.get("notify_on"), str):
+            asked["notify_on"] = kinds_text(on)
         for name in ("hang_timeout", "start_timeout"):
             if asked.get(name) is not None:
                 asked[name] = str(asked[name])
@@ -382,6 +399,12 @@ class Settings(Record):
             raise ValueError(f"min_replicas must be from 1 to n={self.n}, got min_replicas={self.min_replicas!r}.")
         if not isinstance(self.gather_s, int | float) or not 0 <= self.gather_s < FAR_AHEAD:
             raise ValueError(f"gather_s must be a number of seconds, got gather_s={self.gather_s!r}.")
+        if self.health_check is not None:
+            shipped_checks(self.health_check)
+        if self.notify_on is not None:
+            if not isinstance(self.notify_on, str):
+                raise TypeError(f"notify_on must be the names of events, as in 'end,given_up', got {self.notify_on!r}.")
+            kinds_text(self.notify_on)
         self.hang_limits  # noqa: B018 - raises ValueError where a text is not a limit
         if type(self.spares) is not int or not 0 <= self.spares <= MAX_WORLD_SIZE:
             raise ValueError(f"spares must be a number from 0 to {MAX_WORLD_SIZE}, got spares={self.spares!r}.")

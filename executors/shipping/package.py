@@ -123,6 +123,7 @@ def replica_environment(
         environment.GPU: gpu,
         environment.SETTINGS: json.dumps(run.settings.to_json()),
         environment.LAUNCHED_AT: run.launched_at,
+        environment.USD_PER_HOUR: run.usd_per_hour if run.notify else None,
         environment.LEASE_S: run.lease_s,
         environment.LEASE_NAME: None if run.lease_name == ATTACHED_LEASE else run.lease_name,
         environment.ENV: ",".join(sorted(run.env)) or None,

@@ -65,6 +65,8 @@ NOTICE_S = 25.0  # services leave 30 s between the notice and the end of a conta
 BEAT_S = 10.0
 # A rank without a beat for this long holds the GIL or waits for the store, so the supervisor beats for it.
 BEAT_LATE_S = 15.0
+NOTIFY_S = 12.0
+"""The longest time by which notifications delay the end of a container, after the rank's outcome was recorded."""
 PRELOAD = ("torch", "torch._dynamo")
 IMPORTS_TORCH = re.compile(r"^\s*(?:import|from)\s+(?:torch|diloco)\b", re.MULTILINE)
 
@@ -81,6 +83,7 @@ class ContainerSupervisor(Supervisor):
     """
 
     count_memory_kills = staticmethod(container_memory_kills)
+    waits_for_notices = False
 
     def __init__(
         self, spec: RunSpec, starter: ContainerStarter, *, timeout_s: float | None, term_grace_s: float, notice_s: float
@@ -122,6 +125,12 @@ class ContainerSupervisor(Supervisor):
         for running in self._running.values():
             running.announce(end_at, notice)
             running.end_by(end_at - self._term_grace_s, "signal")
+
+    def run(self) -> None:
+        """Supervise the rank to its end, and let the last notifications be sent before the container ends."""
+        super().run()
+        if self._notifier is not None:
+            self._notifier.wait(NOTIFY_S)
 
     def _check_store(self) -> None:
         super()._check_store()
@@ -249,7 +258,7 @@ class ContainerStarter:
         shared, of_members = page.share(), {} if place is None else place.shares()
         message = {
             "member": None if place is None else place.to_json(),
-            "spec": asdict(replace(self._spec, attempt=attempt.number)),
+            "spec": asdict(replace(self._spec.without_notify(), attempt=attempt.number)),
             "term_grace_s": self._term_grace_s,
             "gpu": self._gpu,
             "last_pids": list(self._last_pids),
@@ -317,7 +326,7 @@ class ContainerStarter:
         self, attempt: Attempt, page: SharedPage, parent: int, how: str | None, place: MemberPlace | None
     ) -> Assignment:
         return Assignment(
-            replace(self._spec, attempt=attempt.number),
+            replace(self._spec.without_notify(), attempt=attempt.number),
             attempt.rank,
             task=self._task,
             supervisor_pid=parent,

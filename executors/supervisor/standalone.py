@@ -9,7 +9,8 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from executors import replica as environment
@@ -17,7 +18,7 @@ from executors.errors import ReplicasError
 from executors.module_search import reserve_names, search_first
 from executors.process import become_subreaper
 from executors.settings import Settings
-from executors.settings.run_spec import ATTACHED_LEASE, RunSpec
+from executors.settings.run_spec import ATTACHED_LEASE, NOTIFY, RunSpec
 from executors.store.run_key import RUN_KEY
 from executors.supervisor.container import NOTICE_S, ContainerStarter, ContainerSupervisor
 from executors.supervisor.spare import Spare
@@ -66,7 +67,9 @@ def _run() -> int:
             outcome has the reason as well.
         ValueError: a number or a policy in the environment cannot be parsed.
     """
-    supervisor = read_assignment(os.environ)
+    # The URLs of notifications are for this process alone: the user's code does not see them in its environment.
+    notify = tuple(os.environ.pop(NOTIFY, "").split())
+    supervisor = read_assignment(os.environ, notify)
     os.dup2(1, 2)  # a service that reads two pipes would lose the order of the lines
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # code that asks a question on stdin would wait forever
@@ -78,24 +81,25 @@ def _run() -> int:
         if attempt is None:
             return 0
         os.environ |= {environment.RANK: str(attempt.rank), environment.ATTEMPT: str(attempt.number)}
-        supervisor = read_assignment(os.environ)
+        supervisor = read_assignment(os.environ, notify)
     if not supervisor.start():
         return 0
     supervisor.run()
     return supervisor.exit_code
 
 
-def read_assignment(environ: Mapping[str, str]) -> ContainerSupervisor:
+def read_assignment(environ: Mapping[str, str], notify: Sequence[str] = ()) -> ContainerSupervisor:
     """Return the supervisor of the replica that an environment describes.
 
     Args:
         environ: the variables of the environment.
+        notify: the URLs to which notifications are sent. Default: none.
 
     Raises:
         ReplicasError: a variable is missing.
         ValueError: a number or a policy cannot be parsed.
     """
-    spec = read_spec(environ)
+    spec = replace(read_spec(environ), notify=tuple(notify))
     spec.settings.check()
     ranks = ContainerStarter(spec, term_grace_s=TERM_GRACE_S, gpu=environ.get(environment.GPU) or None)
     return ContainerSupervisor(
@@ -129,6 +133,7 @@ def read_spec(environ: Mapping[str, str]) -> RunSpec:
         *(me.run_id, me.rendezvous, digest, _settings(environ, me.world_size), (me.rank,), me.attempt),
         env={name: environ[name] for name in environ.get(environment.ENV, "").split(",") if name in environ},
         launched_at=_number(environ, environment.LAUNCHED_AT) or 0.0,
+        usd_per_hour=_number(environ, environment.USD_PER_HOUR),
         key=environ.get(RUN_KEY),
         lease_s=_number(environ, environment.LEASE_S),
         lease_name=environ.get(environment.LEASE_NAME) or ATTACHED_LEASE,

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from executors.attempt import Attempt
 from executors.attempt.outcome import describe_cancel, describe_end
@@ -42,6 +42,9 @@ from executors.supervisor.store_polls import CancelPoller, DeletionWatch
 from executors.supervisor.wakeups import Wakeups
 from executors.supervisor.watchdog import Watchdog, introduce
 
+if TYPE_CHECKING:  # few runs send notifications, and each import delays the start of a replica
+    from executors.notices.notifier import Notifier
+
 WATCH_PAUSE_S = 0.1  # checks within this time are made together, so that many ranks cost one wakeup
 STOPPED = "the run was stopped"
 NO_LAUNCHER = "the launcher of this attached run ended"
@@ -63,8 +66,11 @@ class Supervisor:
             the run is detached.
         launcher_lives: returns False if the launcher has ended; see `Wakeups`. None, the default: the descriptor is
             enough.
+        on_notifier: called with the pid of the process that sends notifications. Default: nothing is called.
     """
 
+    waits_for_notices = True
+    """True if the notifying process may live longer than this supervisor. False in a container."""
     count_memory_kills = staticmethod(machine_memory_kills)
     """Returns the counter of processes that the kernel killed because memory ran out."""
 
@@ -78,6 +84,7 @@ class Supervisor:
         term_grace_s: float,
         launcher_end: int | None,
         launcher_lives: Callable[[], bool] | None = None,
+        on_notifier: Callable[[int], None] = lambda pid: None,
     ) -> None:
         self._starter = starter
         self._spec = spec
@@ -117,9 +124,20 @@ class Supervisor:
         self._deadlines: dict[int, float] = {}
         """The time at which the time limit of each rank ends, by the monotonic clock. A restart does not extend it."""
         self._max_parallel = max_parallel
+        self._n_noticed = 0
+        """The number of entries of the decision log after which the notifier was last asked to look."""
         self._is_undone = False
         """True if the start has failed, and its ranks are being ended."""
         self._watch_at = NEVER
+        self._notifier: Notifier | None = None
+        """The process that sends notifications. None: the user asked for none."""
+        if spec.notify:
+            from executors.notices.notifier import Notifier, NotifierSpec
+            from executors.supervisor.round_watch import RoundWatch
+
+            its = NotifierSpec.of(spec, waits_for_others=self.waits_for_notices)
+            self._notifier = Notifier(its, on_start=on_notifier)
+            self._round_watch = RoundWatch()
         self._killer = None
         if spec.settings.chaos:
             from executors.worker.chaos import Killer
@@ -170,6 +188,8 @@ class Supervisor:
 
     def run(self) -> None:
         """Supervise until every rank has ended, has its outcome, and gets no further attempt."""
+        if self._notifier is not None:
+            self._notifier.start()
         while self._is_needed:
             events = (min(each.deadline, each.kill_at, each.others_at) for each in self._running.values())
             kill_at = NEVER if self._killer is None else self._killer.next_at
@@ -185,6 +205,8 @@ class Supervisor:
                 self._check_store()
             self._outcomes.try_again()
             self._advance_restarts()
+            if self._notifier is not None:
+                self._notifier.keep()
             self._dismiss_processes()
             if time.monotonic() >= self._watch_at:
                 self._watch()
@@ -198,6 +220,8 @@ class Supervisor:
                     self._start(attempt)
                 except OSError as error:
                     self._outcomes.add(attempt, "start_failed", str(error))
+        if self._notifier is not None:
+            self._notifier.close()
 
     @property
     def _is_busy(self) -> bool:
@@ -217,6 +241,10 @@ class Supervisor:
         After a failed start, a launcher waits for the supervisor.
         """
         return BRIEF if self._is_undone else SUPERVISOR
+
+    @property
+    def _notifier_descriptors(self) -> tuple[int, ...]:
+        return () if self._notifier is None else self._notifier.descriptors
 
     def _write_to_logs(self, words: str) -> None:
         """Write a line to the log of each rank that is not running, because a supervisor has no log of its own."""
@@ -239,7 +267,9 @@ class Supervisor:
         group = MemberGroup(n) if n > 1 else None
         try:
             kept = [number for each in self._running.values() if each.group for number in each.group.descriptors]
-            pids = self._starter.start(attempt, pages, [*self._wakeups.descriptors, *kept], group)
+            pids = self._starter.start(
+                attempt, pages, [*self._wakeups.descriptors, *kept, *self._notifier_descriptors], group
+            )
         except BaseException:
             if group is not None:
                 group.close()
@@ -392,6 +422,8 @@ class Supervisor:
                 return
             if pid == 0:
                 return
+            if self._notifier is not None and self._notifier.note_end(pid):
+                continue
             if pid in self._copying:
                 self._record_end(*self._copying.pop(pid))
             self._stuck.discard(pid)
@@ -410,6 +442,8 @@ class Supervisor:
             living = (member.pid for each in self._running.values() for member in each.living)
             idle = (each.pid for each in self._idle.values())
             spare = {*living, *idle, *self._copying, *self._stuck}
+            if self._notifier is not None and self._notifier.pid is not None:
+                spare.add(self._notifier.pid)
             if not spare >= set(children(os.getpid())):
                 kill_descendants(os.getpid(), spare=spare, limit_s=UNKILLABLE_S, ended=(pid,))
             if has_ended:
@@ -458,6 +492,9 @@ class Supervisor:
             self._session.note_claim(running.attempt)
         if not self._session.advance(has_progress=has_progress, is_busy=self._is_busy):
             return
+        if self._notifier is not None and self._n_noticed != self._session.n_read:
+            self._n_noticed = self._session.n_read
+            self._notifier.look()
         blocks = self._session.blocks()
         for rank, entry in blocks.items():
             self._session.cancel_unstarted(rank, stop_reason(entry))
@@ -487,6 +524,10 @@ class Supervisor:
         now = time.monotonic()
         looks = [running.watch(now, self._starter) for running in self._running.values()]
         self._watch_at = max(min(looks, default=NEVER), now + WATCH_PAUSE_S)
+        if self._notifier is not None:
+            rounds = [running.page.round for running in self._running.values() if running.ending is None]
+            if (notice := self._round_watch.note(rounds, now, time.time())) is not None:
+                self._notifier.notice(notice)
 
     def _enforce_deadlines(self) -> None:
         now, stopped = time.monotonic(), list[Attempt]()
@@ -608,6 +649,8 @@ class Supervisor:
     def _note_end(self, attempt: Attempt, outcome: Outcome) -> None:
         """Let the session decide on an end. With `fail_fast`, end the run if no replica has had a round yet."""
         self._session.note_end(outcome)
+        if self._notifier is not None:
+            self._notifier.look()
         if self._spec.settings.fail_fast and not self._is_undone and outcome.status is ReplicaStatus.FAILED:
             with contextlib.suppress(StoreError):
                 if retry(functools.partial(end_others, attempt, outcome, self._spec.world_size)):

@@ -128,6 +128,7 @@ def plan_run(
         env=dict(request.env or {}),
         secret_names=settings.secrets,
         key=key,
+        notify=tuple(request.notify),
         launched_at=record.created_at,
     )
     return NewRun(spec, written, task, pickled, None if package is None else package.archive)

@@ -45,6 +45,8 @@ class LaunchRequest:
     rendezvous: str | Path | None = None
     run_id: str | None = None
     env: Mapping[str, str] | None = None
+    notify: Sequence[str] = field(default=(), repr=False)
+    """The URLs to which notifications are sent, or the places of URLs. They are secrets, and are never recorded."""
     origins: Mapping[str, str] = field(default_factory=dict)
     """The origin of each value, by its name: a flag, an environment variable or a file."""
 

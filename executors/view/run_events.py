@@ -12,7 +12,7 @@ from executors.patience import BRIEF, FOLLOWER, retry
 from executors.restarts.decision_log import DecisionLog
 from executors.status import FoundWarning
 from executors.store.run_key import find_key
-from executors.view.report.event_reader import Event, EventReader, read_warnings
+from executors.view.report.event_reader import Event, EventReader, read_failed_notices, read_warnings
 from executors.view.run_view import RunView
 
 log = logging.getLogger(__name__)
@@ -75,4 +75,6 @@ def warnings_of(view: RunView, note: Callable[[str], None] = log.warning) -> lis
 
     found = [each for some in view.reader.records.map(read, attempts) for each in some]
     found += [each for each in now.warnings if each.rank is None]
+    if view.record.settings.notify_on is not None:
+        found += read_failed_notices(view.store, view.run_id)
     return sorted(found, key=lambda each: each.at)

@@ -38,6 +38,7 @@ from executors.replica import Replica
 from executors.replica.restartable import RestartHooks, hooks_of
 from executors.replica.shared_page import SharedPage
 from executors.replica.warning_log import WarningLog
+from executors.settings.health_checks import limit_of
 from executors.settings.run_spec import RunSpec
 from executors.store import store_at
 from executors.store.record_names import run_record_key, run_was_deleted
@@ -408,8 +409,9 @@ class _Worker:
         if settings is not None and settings.health_check is not None:
             # The seeds are set here for the first time, because the check may import user modules.
             seed_generators(replica, task.record.seed, but=set())
-            with replica.section("health check", LIMIT_S):
-                check_health(settings.health_check, self._end_unhealthy if self._assignment.supervisor_pid else None)
+            end = self._end_unhealthy if self._assignment.supervisor_pid else None
+            with replica.section("health check", limit_of(settings.health_check, LIMIT_S)):
+                check_health(settings.health_check, end, gpu=self._assignment.gpu)
         if settings is None or settings.tracker is None or replica.recorder is None or not self._leads:
             return self._with_hooks(_load(replica, task, self._assignment))
         from executors.worker.tracking import Tracking, tracked, write_run_page

@@ -69,7 +69,7 @@ KINDS_OF_EXECUTORS = re.compile(r"Backend|PlacedBackend|Placements|ServerlessExe
 MAX_METHODS = 20
 ROOMS_COUNTED = (
     *("attempt", "backends", "launcher", "logs", "metrics", "registry", "restarts", "run", "settings", "supervisor"),
-    *("view", "worker"),
+    *("notices", "view", "worker"),
 )
 COUNTED = (
     "diloco",
@@ -77,7 +77,7 @@ COUNTED = (
 )
 COUNTED_FILES = ("executors.backend",)
 MAX_PRIVATE_PARAMETERS = 7  # besides self
-MAX_ENTRIES = 27  # of `ls executors`
+MAX_ENTRIES = 28  # of `ls executors`
 
 
 def files_of(*packages: str) -> dict[str, Path]:

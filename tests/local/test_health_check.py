@@ -149,3 +149,18 @@ def test_a_process_that_is_unhealthy_twice_running_is_left_to_the_process_that_c
 
     assert way(0, pid=None) is None, "there was no process at all"
     assert [way(number, pid=7) for number in range(len(expected))] == expected
+
+
+def test_the_checks_that_ship_print_their_values_and_end_a_bad_process_with_the_value(tmp_path: Path) -> None:
+    (tmp_path / "checks_of_ranks.py").write_text(CHECKS)
+    name, local = f"{tmp_path}/checks_of_ranks.py", LocalProcessExecutor(preload=())
+    run = launch(local, f"{name}:draw", 1, health_check="disk,store,clock")
+    run.wait(60)
+    assert run.outcomes()[0].status == "succeeded"
+    log = run.logs(rank=0)
+    assert [f"replicas: health check {each}: " in log for each in ("disk", "store", "clock")] == [True] * 3
+    if not torch.cuda.is_available():
+        run = launch(local, f"{name}:draw", 1, health_check="gpu")
+        run.wait(60)
+        assert run.outcomes()[0].reason == "start_failed"
+        assert str(run.outcomes()[0].error).startswith("The health check gpu failed: no GPU can be used: PyTorch ")

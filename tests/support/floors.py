@@ -13,6 +13,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("backend",),
     ("metrics", "restarts", "registry"),
     ("view",),
+    ("notices",),
     ("run", "replica"),
     ("worker", "shipping"),
     ("supervisor",),

@@ -610,7 +610,7 @@ class JobExecutor(Backend):
                 command,
                 tuple(requirements),
                 {**common, RANK: str(rank), **({} if timeout_s is None else {TIMEOUT_S: str(timeout_s)})},
-                {**credentials, **run.credentials},
+                {**credentials, **run.container_secrets},
                 run.secret_names,
                 gpu,
                 None if timeout_s is None else int(timeout_s + margin_s),

@@ -257,6 +257,7 @@ class LocalProcessExecutor(Backend):
         request["environ"] = dict.fromkeys(request["environ"], MASK)
         request["spec"]["env"] = dict.fromkeys(request["spec"]["env"], MASK)
         request["spec"]["key"] = start.spec.key and MASK
+        request["spec"]["notify"] = [MASK] * len(start.spec.notify)
         # These differ in each launch. Whether a launch forks is only known to its first process.
         for name in ("nonce", "by", "preload", "launcher_pid", "launcher_started"):
             del request[name]

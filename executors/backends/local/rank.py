@@ -29,6 +29,7 @@ from executors.backends.local.request import LocalLaunch, adopt
 from executors.errors import LaunchError, ReplicasError
 from executors.logs import tail_text
 from executors.logs.times import TimesWriter, times_of
+from executors.notices.notifier import NotifierPid
 from executors.process import (
     ADOPTS_ORPHANS,
     CAN_FORK,
@@ -89,11 +90,12 @@ def become_supervisor(launch: LocalLaunch, launcher_end: int, reply: int) -> NoR
     code = 1
     try:
         os.setsid()
+        notifier = NotifierPid()
         if ADOPTS_ORPHANS:
             become_subreaper()
         try:
             if ADOPTS_ORPHANS:  # elsewhere the zygote has started a guard
-                _leave_guard([launcher_end, reply], launch.term_grace_s + GUARD_S)
+                _leave_guard([launcher_end, reply], launch.term_grace_s + GUARD_S, notifier)
                 become_subreaper()
             if not OPENS_FILES_OF_OTHERS:
                 raise_file_limit()  # for the stacks of each rank
@@ -116,6 +118,7 @@ def become_supervisor(launch: LocalLaunch, launcher_end: int, reply: int) -> NoR
                 term_grace_s=launch.term_grace_s,
                 launcher_end=launcher_end if is_attached else None,
                 launcher_lives=_look_at(launch) if is_attached else None,
+                on_notifier=notifier.set,
             )
         except (OSError, ReplicasError, ValueError) as error:
             os.write(reply, (json.dumps({"error": str(error), "rank": None}) + "\n").encode())
@@ -216,7 +219,7 @@ class _Gpus:
     """The processes that used them before. Their memory on them may be freed only some time after their end."""
 
 
-def _leave_guard(close: Iterable[int], wait_s: float) -> None:
+def _leave_guard(close: Iterable[int], wait_s: float, notifier: NotifierPid) -> None:
     """Continue in a child. This process becomes the guard, which kills the ranks of a killed supervisor.
 
     A rank that is stopped, or whose GIL is held, cannot see that its supervisor is gone.
@@ -224,6 +227,7 @@ def _leave_guard(close: Iterable[int], wait_s: float) -> None:
     Args:
         close: the descriptors that the guard must close.
         wait_s: the seconds that ranks have to end by themselves.
+        notifier: the process that sends notifications. It is not killed, because it ends by itself.
     """
     child = fork()
     if child == 0:
@@ -236,7 +240,7 @@ def _leave_guard(close: Iterable[int], wait_s: float) -> None:
         while time.monotonic() < deadline:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
                 time.sleep(GUARD_LOOK_S)
-        kill_descendants(os.getpid())
+        kill_descendants(os.getpid(), spare=notifier.get())
     os._exit(0)
 
 
@@ -422,7 +426,7 @@ class LocalStarter:
         """Start a process of an attempt as a new Python interpreter, and return its pid."""
         message = {
             "member": None if place is None else place.to_json(),
-            "launch": self._launch.to_json(),
+            "launch": self._launch.for_a_rank().to_json(),
             "rank": attempt.rank,
             "attempt": attempt.number,
             "gpus": asdict(gpus),
@@ -501,7 +505,7 @@ class LocalStarter:
             return None
         if not CAN_FORK:
             numbers = {"rank": asked.rank, "attempts": [asked.number, claimed.number]}
-            return start_python(COPY_LOG, {"launch": self._launch.to_json(), **numbers}, {})
+            return start_python(COPY_LOG, {"launch": self._launch.for_a_rank().to_json(), **numbers}, {})
         pid = fork()
         if pid == 0:
             try:
@@ -564,7 +568,7 @@ class LocalStarter:
             for pid in gpus.wait_for:
                 await_gpu_release(pid)
         return Assignment(
-            replace(self._launch.spec, attempt=attempt.number),
+            replace(self._launch.spec.without_notify(), attempt=attempt.number),
             attempt.rank,
             task=task,
             supervisor_pid=self._pid,

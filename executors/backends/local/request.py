@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from executors.attempt import Attempt, parse_handle
 from executors.module_search import reserve_names, user_folders
 from executors.process import start_time, this_machine, this_process
 from executors.protocol import ReplicaHandle
-from executors.settings.run_spec import RunSpec
+from executors.settings.run_spec import NOTIFY, RunSpec
 from executors.store import store_at
 from executors.store.record_names import HANDLE
 from executors.store.run_key import RUN_KEY
@@ -29,7 +29,8 @@ def surroundings() -> dict[str, Any]:
         surroundings()["cwd"]
     """
     paths = [os.path.abspath(path) for path in sys.path]
-    environ = {name: value for name, value in os.environ.items() if name != RUN_KEY}  # this key is another run's
+    # This key is another run's, and the URLs of notifications are secrets of the launcher.
+    environ = {name: value for name, value in os.environ.items() if name not in (RUN_KEY, NOTIFY)}
     return {"cwd": os.getcwd(), "sys_path": paths, "user_folders": user_folders(), "environ": environ}
 
 
@@ -111,6 +112,10 @@ class LocalLaunch:
             record: the plain JSON.
         """
         return cls(**{**record, "spec": RunSpec.from_json(record["spec"])})
+
+    def for_a_rank(self) -> LocalLaunch:
+        """Return the launch without the URLs of notifications, for the process of a rank, which sends none."""
+        return replace(self, spec=self.spec.without_notify())
 
     @property
     def n_parallel(self) -> int:

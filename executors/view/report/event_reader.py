@@ -23,9 +23,11 @@ from executors.restarts.decision_log import Decision, DecisionLog
 from executors.restarts.decision_text import RestartTally, describe_decision
 from executors.settings.policy import Restarts
 from executors.status import FoundWarning, RunStatus
+from executors.store import Store
 from executors.store.inventory import Inventory
 from executors.store.record_names import CLAIM, INTENT
 from executors.store.records import FAR_AHEAD, find_record, get_at_most, number
+from executors.task.notice_record import read_failures
 from executors.task.record import RunRecord
 
 KINDS = (
@@ -181,6 +183,8 @@ class EventReader:
         found.sort(key=lambda event: event.at)
         if now.is_terminal:
             found += [event_of_warning(each) for each in now.warnings if each.rank is None]
+            if record.settings.notify_on is not None:
+                found += self._failed_notices()
             at = max([now.last_at, *(entry.at for entry in self._log.entries[-1:])])
             took_s, status = max(0.0, at - record.created_at), str(now.status)
             found.append(Event(kind="finished", at=at, reason=status, why=now.counts, duration_s=took_s))
@@ -281,6 +285,13 @@ class EventReader:
                 self._seen.add(identity)
                 yield event
 
+    def _failed_notices(self) -> list[Event]:
+        try:
+            return [event_of_warning(each) for each in read_failed_notices(self._store, self._run_id)]
+        except StoreError as error:
+            self._note(str(error))
+            return []
+
     def _decisions(self) -> Iterator[Event]:
         try:
             log = self._log.read()
@@ -312,6 +323,26 @@ def read_warnings(attempt: Attempt) -> list[FoundWarning]:
         at = max((each.last_at for each in kept.warnings), default=0.0)
         found.append(FoundWarning(text=f"{kept.left_out} {MORE}", at=at, **place))
     return found
+
+
+def read_failed_notices(store: Store, run_id: str) -> list[FoundWarning]:
+    """Return a warning for each notification that could not be sent.
+
+    Args:
+        store: the store of the run.
+        run_id: the run.
+
+    Raises:
+        StoreError: the store cannot be read.
+
+    Example:
+        [each.text for each in read_failed_notices(store, "brave-otter-7f3a")]
+    """
+    return [
+        FoundWarning(text=f"A notification ({notice_id}) could not be sent. {words}.", at=result.at)
+        for notice_id, result in read_failures(store, run_id)
+        for words in result.failures
+    ]
 
 
 def event_of_warning(found: FoundWarning) -> Event:
