@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # replicas are added to few runs, so the module is imported w
 UPDATE_S = 10.0  # the time that `add` waits for the store after its replicas were started
 
 
+# More than 20 methods: this process waits, ends, restarts, extends and notifies. All of that uses the same leases, and
+# the same notes about the end of the run.
 class RunManager:
     """Waits for one run, and ends, restarts or extends it from this process. `Run` is its public part.
 

@@ -9,7 +9,7 @@ from executors.errors import unknown_name
 
 ALL = "all"
 CHECKS: Mapping[str, str] = {
-    "gpu": "a matrix product whose result is known, two synchronisations, free memory, ECC errors and throttling",
+    "gpu": "a matrix product whose result is known, two synchronizations, free memory, ECC errors and throttling",
     "disk": "free space where logs and temporary files go",
     "store": "write, read and delete 4 MiB",
     "clock": "the difference to the clock of the store",

@@ -56,7 +56,7 @@ def run_check(name: str, replica: Replica, gpu: str | None, *, is_one_of_all: bo
     if name == "gpu":
         if is_one_of_all and gpu is None and _why_no_gpu() is not None:
             return "skipped, because the launch requests no GPU and this machine shows none"
-        return check_gpu(_devices())
+        return check_devices(_devices())
     checks: Mapping[str, Callable[[Replica], str]] = {"disk": check_disk, "store": check_store, "clock": check_clock}
     return checks[name](replica)
 
@@ -86,7 +86,7 @@ def _devices() -> Sequence[int]:
     return [int(own)] if own.isdecimal() and int(own) < n else range(n)
 
 
-def check_gpu(devices: Sequence[int], device_type: str = "cuda") -> str:
+def check_devices(devices: Sequence[int], device_type: str = "cuda") -> str:
     """Multiply matrices on GPUs, compare with the known product, and look at memory, ECC errors and throttling.
 
     Args:

@@ -17,7 +17,7 @@ from executors.settings.health_checks import CHECKS, LIMITS_S, limit_of, shipped
 from executors.store import MemoryStore
 from executors.store.protocol import Entry
 from executors.worker import shipped_checks as checks
-from executors.worker.shipped_checks import FoundProblem, check_gpu, judge_smi, run_check
+from executors.worker.shipped_checks import FoundProblem, check_devices, judge_smi, run_check
 
 HEALTHY = "0, NVIDIA H100 80GB HBM3, 35, 0, Not Active, Not Active\n"
 
@@ -114,7 +114,7 @@ def test_a_full_disk_fails_with_the_free_space(replica: Replica, monkeypatch: py
 def test_a_product_is_compared_with_the_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    assert "GPU 0: a product of 1024 x 1024 is right in" in check_gpu([0], "cpu")
+    assert "GPU 0: a product of 1024 x 1024 is right in" in check_devices([0], "cpu")
     move = torch.Tensor.cpu
 
     def broken(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ def test_a_product_is_compared_with_the_known_one(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch.Tensor, "cpu", broken)
     with pytest.raises(FoundProblem, match="GPU 0 computed 1 of 1048576 values of a matrix product wrongly"):
-        check_gpu([0], "cpu")
+        check_devices([0], "cpu")
 
 
 def test_a_machine_without_a_gpu_fails_the_check_and_is_skipped_by_all(
