@@ -37,11 +37,11 @@ def resolve_targets(texts: Sequence[str], environ: Mapping[str, str] | None = No
         resolve_targets(["env:SLACK_URL"])
     """
     if isinstance(texts, str):
-        raise TypeError("notify is a list of URLs, as in ['env:SLACK_URL'], got a string.")
+        raise TypeError("notify must be a list of URLs, as in ['env:SLACK_URL'], got a string.")
     found: list[str] = []
     for number, text in enumerate(texts, start=1):
         if not isinstance(text, str):
-            raise TypeError(f"notify is a list of URLs, and its value {number} is a {type(text).__name__}.")
+            raise TypeError(f"notify must be a list of URLs, and its value {number} is a {type(text).__name__}.")
         found += _read_reference(text, environ) if is_reference(text) else text.split() or [""]
     for number, url in enumerate(found, start=1):
         check_target(url, number)

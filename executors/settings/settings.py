@@ -269,8 +269,8 @@ class Settings(Record):
         nullable(parsed(kinds_text)),
         None,
         option=Option(
-            help="The events that --notify sends: end, given_up, hang, budget and no_round, separated by commas. Default: "
-            "all.",
+            help="The events that --notify sends: end, given_up, hang, budget and no_round, separated by commas. "
+            "Default: all.",
             panel=WATCH,
             metavar="EVENT,…",
             example="end,given_up",

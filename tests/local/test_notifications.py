@@ -226,7 +226,7 @@ def test_bad_urls_and_names_are_refused_before_anything_starts(folder: Folder, s
     (folder.path / "replicas.toml").write_text(f'notify = ["https://example.org/{SECRET}"]\n')
     told = folder.launch("job:main")
     assert (told.code, SECRET in told.stderr) == (2, False)
-    assert "notify is a list of places of URLs" in told.stderr
+    assert "notify must be a list of places of URLs" in told.stderr
     assert not (state_home / "replicas").exists() or not [*(state_home / "replicas").glob("*/run.json")]
 
 
