@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
@@ -98,11 +97,11 @@ def watch(
         if notify_on is not None:
             parse_kinds(notify_on)
         start_specs = _start_specs(found, env, secret, task_digest=task_digest, trust_bucket=trust_bucket)
+    start_specs = [start_spec.with_spec(notify=urls) for start_spec in start_specs]
     log = DecisionLog(view.store, found.run_id, key=next((start_spec.spec.key for start_spec in start_specs), None))
     needs_lease = any(start_spec.spec.lease_s is not None for start_spec in start_specs)
-    if (
-        not needs_lease and not urls
-    ):  # this command also keeps a run alive that needs a lease, even if it restarts nothing
+    # This command also keeps a run alive that needs a lease, and sends notifications, even if it restarts nothing.
+    if not needs_lease and not urls:
         _check_policy(found, log, new_restarts)
     if new_restarts is not None or hang is not None or start is not None:
         limits = None
@@ -119,7 +118,7 @@ def watch(
         start_specs, lease, lambda words: output.print(words, "yellow"), log=log
     )
     if urls:
-        spec = replace(start_specs[0].spec, notify=urls)
+        spec = start_specs[0].spec
         manager_of(found).notify_here(spec if notify_on is None else spec.with_settings(notify_on=notify_on))
     if once:
         now = _make_one_pass(found, controller, output)

@@ -132,8 +132,8 @@ def _checked(key: str, value: Any, kind: Any, origin: str) -> Any:
         )
     if key == "notify" and not (isinstance(value, list) and all(is_reference(str(text)) for text in value)):
         raise ValueError(
-            f"{origin}: notify must be a list of places of URLs, as in ['env:SLACK_URL'] or ['file:~/.notify']. A URL is a "
-            "secret, and is not kept in a settings file."
+            f"{origin}: notify must be a list of places of URLs, as in ['env:SLACK_URL'] or ['file:~/.notify']. A URL "
+            "is a secret, and is not kept in a settings file."
         )
     if kind is Duration and isinstance(value, str):
         try:

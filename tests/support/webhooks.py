@@ -23,7 +23,7 @@ class Webhook:
     requests: list[tuple[str, str]] = field(default_factory=list)
     """The method and the path of each request."""
     answers: list[str] = field(default_factory=list)
-    """How the next requests are answered, in turn: `ok`, a status code, `close`, `hang`, or `redirect URL`."""
+    """How the next requests are answered, in turn: `ok`, `slow`, a status code, `close`, `hang`, or `redirect URL`."""
     always: str = "ok"
     """How further requests are answered."""
     released: threading.Event = field(default_factory=threading.Event)
@@ -50,6 +50,9 @@ def webhook() -> Iterator[Webhook]:
             found.requests.append(("POST", self.path))
             how = found.answers.pop(0) if found.answers else found.always
             data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if how == "slow":
+                found.released.wait(0.3)
+                how = "ok"
             if how == "ok":
                 found.messages.append(json.loads(data))
             if how == "close":
