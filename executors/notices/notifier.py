@@ -37,6 +37,8 @@ ORPHAN_S = 20.0
 """How long a process whose starter was killed waits for the end of the run, which another process may still record."""
 HEIR_S = 75.0
 """How long a process stays for the claims of other processes, which may have died. It is longer than `DEAD_S`."""
+LEFT_S = 600.0
+"""How long a process stays after the end of the run if its starter neither ends nor closes the pipe."""
 TICK_S = 0.1  # while a message is being sent
 RESTART_S = 1.0
 MAX_STARTS = 1000
@@ -308,6 +310,7 @@ def _run(spec: NotifierSpec, starter: _Starter, given: Sequence[Notice]) -> None
     is_local = False
     notices = list(given)
     ended_at = next_at = 0.0
+    over_since = time.monotonic()
     has_looked = False
     """True if a look has succeeded since the starter ended."""
     while True:
@@ -326,6 +329,10 @@ def _run(spec: NotifierSpec, starter: _Starter, given: Sequence[Notice]) -> None
                     outbox.offer(wanted(reader.look(), spec.kinds))
                 has_looked = starter.has_ended
         is_over = reader is not None and reader.is_over
+        if not is_over or not outbox.is_idle:
+            over_since = now
+        elif now - over_since > LEFT_S:
+            return
         if starter.has_ended:
             ended_at = ended_at or now
             after_s = now - ended_at

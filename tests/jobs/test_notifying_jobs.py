@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from servers.hub.server import HubServer
 from support.webhooks import webhook
@@ -28,7 +29,7 @@ def test_the_containers_of_a_detached_run_report_its_events_once(hf: HubServer, 
     Path("job.py").write_text(TASK)
     with webhook() as hook:
         policy = "1,backoff=0.05s:0.1s"
-        asked = {"args": {"ranks": [1]}, "restarts": policy, "detach": True, "notify": [hook.url]}
+        asked: Any = {"args": {"ranks": [1]}, "restarts": policy, "detach": True, "notify": [hook.url]}
         run = launch("hf", "job.py:main", 2, **asked)
         given_up, end = hook.of("given_up"), hook.of("end")
         listed = subprocess.run(["ps", "-eo", "args", "-ww"], capture_output=True, text=True, check=True).stdout

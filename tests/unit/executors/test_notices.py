@@ -198,7 +198,7 @@ def test_of_two_processes_that_see_an_event_one_sends_it() -> None:
 
 
 def claim_by(process: str) -> NoticeClaim:
-    about = {"id": GIVEN_UP.id, "kind": "given_up", "text": GIVEN_UP.text, "rank": 3, "at": 1000.0}
+    about: Any = {"id": GIVEN_UP.id, "kind": "given_up", "text": GIVEN_UP.text, "rank": 3, "at": 1000.0}
     return NoticeClaim(**about, claimed_at=9_000.0, by="elsewhere:1", process=process)
 
 
