@@ -150,12 +150,21 @@ class Notifier:
     def keep(self) -> None:
         """Start the process again if it has died."""
         if self.pid is not None:
-            with contextlib.suppress(ChildProcessError):
-                if os.waitpid(self.pid, os.WNOHANG) == (0, 0):
-                    return
+            if not self._has_died():
+                return
+            with contextlib.suppress(ChildProcessError):  # the user's code may wait for all its children
+                os.waitpid(self.pid, os.WNOHANG)
             self.note_end(self.pid)
         if self._n_starts < MAX_STARTS and time.monotonic() >= self._start_at:
             self.start()
+
+    def _has_died(self) -> bool:
+        """Return True if no process reads the pipe. `waitpid` cannot tell if the user's code ignores SIGCHLD."""
+        if self._pipe < 0:
+            return False
+        poller = select.poll()
+        poller.register(self._pipe, 0)
+        return any(state & (select.POLLERR | select.POLLHUP) for _, state in poller.poll(0))
 
     def note_end(self, pid: int) -> bool:
         """Note that a child of this process has ended. Return True if it was the notifying process.

@@ -76,6 +76,8 @@ class NoticeReader:
         self._damaged = set[tuple[int, int]]()
         self._claims: dict[tuple[int, int], Claim | None] = {}
         self._undecided = StalenessTracker(clock)
+        self._planned: dict[int, int] = {}
+        """By rank, the last attempt that the decision log starts."""
         self.is_over = False
         """True if, as of the last look, every rank has ended and none will be started again."""
 
@@ -88,6 +90,10 @@ class NoticeReader:
         self._inventory |= Inventory.of(self._store, self._run_id)
         self._read_outcomes()
         log = list(self._log.read())
+        self._planned = {}
+        for entry in log:
+            for rank, number in entry.start.items():
+                self._planned[rank] = max(number, self._planned.get(rank, number))
         found = [*self._hangs(), *self._decisions(log), *self._time_and_cost(log)]
         self.is_over = all(self._has_ended(rank, log) for rank in self._ranks)
         if self.is_over:
@@ -223,7 +229,7 @@ class NoticeReader:
             return is_blocked and not has_begun
         if is_blocked:
             return True
-        if any(entry.start.get(rank, -1) > number for entry in log):
+        if self._planned.get(rank, -1) > number:
             return False
         if outcome.status is not ReplicaStatus.FAILED:
             return True

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from executors.notices.targets import describe_target, is_loopback, needs_apprise
+from executors.store.parallel import in_parallel
 
 REQUEST_S = 5.0
 PAUSES_S = (0.5, 2.0)
@@ -68,10 +69,12 @@ def send_to_all(urls: Sequence[str], document: Mapping[str, Any], *, limit_s: fl
         failures = send_to_all(urls, document)
     """
     until = time.monotonic() + limit_s
+    # All at the same time, because a service that hangs must not delay the others.
+    reasons = in_parallel(lambda url: _try_several_times(url, document, until), urls)
     return [
         f"{describe_target(url, number, len(urls))}: {reason}"
-        for number, url in enumerate(urls, start=1)
-        if (reason := _try_several_times(url, document, until)) is not None
+        for number, (url, reason) in enumerate(zip(urls, reasons, strict=True), start=1)
+        if reason is not None
     ]
 
 

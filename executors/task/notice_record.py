@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from executors.store.records import (
 from executors.store.run_key import held_key, secret_name
 
 FOLDER = "notices"
+UNCONFIRMED_S = 120.0  # other processes have sent the notice again by then
 MAX_TEXT = 2000
 MAX_ALSO = 1000
 MAX_TRIES = 100
@@ -151,12 +153,15 @@ def as_document(notice: Notice) -> dict[str, Any]:
     return {name: value for name, value in asdict(notice).items() if name in Notice.__dataclass_fields__}
 
 
-def read_failures(store: Store, run_id: str) -> list[tuple[str, NoticeResult]]:
+def read_failures(store: Store, run_id: str, now: float | None = None) -> list[tuple[str, NoticeResult]]:
     """Return the notices of a run that could not be sent, with their results, the oldest first.
+
+    A notice without a result counts after two minutes, because its sender has then died and no process has followed.
 
     Args:
         store: the store of the run.
         run_id: the run.
+        now: Unix time. None, the default: the system's clock.
 
     Raises:
         StoreError: the store cannot be read.
@@ -165,14 +170,24 @@ def read_failures(store: Store, run_id: str) -> list[tuple[str, NoticeResult]]:
         for notice_id, result in read_failures(run.store, run.run_id):
             print(notice_id, result.failures)
     """
-    found = []
+    found, claims, done = list[tuple[str, NoticeResult]](), dict[str, NoticeClaim](), set[str]()
     for entry in store.list(notices_prefix(run_id)):
         name = parse_name(store.url, run_id, entry.key)
-        if name is not None and name[2]:
-            try:
+        if name is None:
+            continue
+        notice_id, _, is_result = name
+        try:
+            if is_result:
+                done.add(notice_id)
                 result = find_record(store, entry.key, NoticeResult.parse)
-            except CorruptObjectError:
-                continue
-            if result is not None and result.failures:
-                found.append((name[0], result))
+                found += [(notice_id, result)] if result is not None and result.failures else []
+            elif (claim := find_record(store, entry.key, NoticeClaim.parse)) is not None:
+                claims[notice_id] = claim
+        except CorruptObjectError:
+            continue
+    late = (time.time() if now is None else now) - UNCONFIRMED_S
+    for notice_id in claims.keys() - done:
+        if claims[notice_id].claimed_at < late:
+            words = f"Its sender {shorten(claims[notice_id].by, 200)} ended before the service confirmed it"
+            found.append((notice_id, NoticeResult(at=claims[notice_id].claimed_at, failures=(words,))))
     return sorted(found, key=lambda each: each[1].at)

@@ -264,6 +264,18 @@ def test_a_notification_that_fails_is_a_warning_and_is_not_sent_again() -> None:
     assert Box(store).advance(GIVEN_UP) == []
 
 
+def test_a_notice_whose_senders_all_died_is_a_warning_after_two_minutes() -> None:
+    store = MemoryStore()
+    store.put_if_absent(
+        notice_key(store.url, "otter", GIVEN_UP.id), claim_by("another boot pid:[1] 17 4711").to_bytes()
+    )
+    assert read_failures(store, "otter", now=9_100.0) == []
+    ((notice_id, result),) = read_failures(store, "otter", now=9_200.0)
+    assert (notice_id, result.failures) == (
+        *("given_up-3", ("Its sender elsewhere:1 ended before the service confirmed it",)),
+    )
+
+
 class LosesReplies(MemoryStore):
     """Creates the object, and then fails as if the reply was lost."""
 
