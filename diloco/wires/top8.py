@@ -39,8 +39,8 @@ NO_SIGN = np.uint32(0x7FFFFFFF)
 AT_ONCE = 16
 """The number of whole chunks that are encoded at once.
 
-Their temporary arrays stay in the cache, and are used again for the next chunks. With all chunks of a piece at once,
-encoding takes a tenth longer.
+Their temporary arrays stay in the cache, and are used again for the next chunks. With all chunks of a piece at once, a
+sender takes twice as long to subtract, encode and digest its work.
 """
 
 Positions = npt.NDArray[np.int64]
