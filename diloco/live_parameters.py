@@ -143,7 +143,7 @@ class WaitingRest:
 
     def __init__(self, fragment: Fragment, wire: Wire) -> None:
         self.values = torch.zeros(fragment.n_stepped, dtype=torch.float32, device="cpu")
-        """(n_stepped,) float32. Buffers are statistics, and not work, so they have no rest."""
+        """The rest, as float32 with shape (n_stepped,). Buffers are statistics, and not work, so they have no rest."""
         self._keeps, self._live, self._waits = (np.float32(x) for x in (wire.keeps, wire.live, 1 - wire.live))
 
     def add_to(self, first: int, work: Floats) -> None:
@@ -287,7 +287,7 @@ class HeldWork:
 
     @property
     def memory(self) -> Tensor:
-        """(n_elements,) float32."""
+        """The held values of the fragment, as float32 with shape (n_elements,)."""
         if self._memory is None:
             self._memory = self._pool.take(self._fragment.n_elements, is_pinned=self._is_pinned)
         return self._memory

@@ -88,7 +88,7 @@ class StaleCopies:
         self._samples: list[Sample] = []
         """The samples that are compared around the current merge. Empty between two merges."""
         self._before: Values | None = None
-        """(n_samples, VALUES), the values before the current merge."""
+        """The values before the current merge, with shape (n_samples, VALUES)."""
         self._merge: Merge | None = None
         """The last merge. None once the next step was compared with it."""
         self._n_waits = 0
