@@ -121,7 +121,7 @@ def test_a_replica_starts_clean(local: LocalProcessExecutor) -> None:
         if int(n) > 2 and not any(ours in to for ours in ("/proc/", "pidfd", "replicas-stacks"))
     }
     reserved = [others.pop(number) for number in sorted(others) if others[number] == os.devnull]
-    assert len(reserved) == 2, "the replica has only the two descriptors for its outcome"
+    assert len(reserved) == 4, "the replica has only the four descriptors in reserve for its outcome"
     assert others == {}, "descriptors of the launcher, the zygote or the supervisor"
     assert inside["main"] is None, "the caller's main is not imported"
     assert not {"pytest", "torch", "numpy"} & set(inside["modules"])
