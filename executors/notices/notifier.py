@@ -180,6 +180,8 @@ class Notifier:
 
     def close(self) -> None:
         """Let the process send the rest, and end. If it has just died, another one does that."""
+        if self.pid is not None and self._has_died():
+            self.note_end(self.pid)
         if self.pid is None:
             self.start()
         self._write({"end": True})

@@ -64,6 +64,8 @@ def storm(store: Store, run_id: str, hook: Webhook, chance: random.Random) -> in
             with contextlib.suppress(ProcessLookupError):
                 os.kill(sender.pid, signal.SIGKILL)
                 n_kills += 1
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(sender.pid, 0)  # a process that is still dying looks as if it lived
         for each in senders:
             each.keep()
     for sender in senders:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from support.webhooks import Webhook, webhook
 
 from executors.attempt import Attempt
 from executors.errors import MissingDependencyError, StoreError
+from executors.notices.notifier import Notifier, NotifierSpec
 from executors.notices.outbox import DEAD_S, MINUTE_S, Outbox
 from executors.notices.reader import NoticeReader, wanted
 from executors.notices.sender import SendError, send_once, send_to_all
@@ -25,8 +27,10 @@ from executors.restarts.decision_log import Decision, DecisionLog
 from executors.settings import Settings
 from executors.settings.notify import KINDS, parse_kinds
 from executors.settings.run_spec import RunSpec
-from executors.store import MemoryStore
+from executors.store import MemoryStore, open_store
 from executors.supervisor.round_watch import RoundWatch
+from executors.task.create import create_run
+from executors.task.launch_request import LaunchRequest
 from executors.task.notice_record import Notice, NoticeClaim, notice_key, parse_name, read_failures
 from executors.task.record import Placement, RunRecord
 from executors.testing import eventually
@@ -395,3 +399,18 @@ def test_no_round_for_five_times_the_usual_time_is_one_notice() -> None:
     assert (notice.id, notice.text) == ("no_round-5", "No round for 51 s after round 5; usual are 10 s.")
     assert watch.note([5.0, nan], 500, 0.0) is None, "it was reported"
     assert watch.note([], 600, 0.0) is None
+
+
+def test_the_last_line_starts_a_sender_again_that_has_just_died(hook: Webhook, tmp_path: Path) -> None:
+    store = open_store(tmp_path / "runs")
+    create_run(LaunchRequest.of("train.py:main", n=1), "otter", store, {"backend": "local"})
+    attempt = Attempt(store, "otter", 0)
+    attempt.record(attempt.new_outcome(ReplicaStatus.SUCCEEDED, finished_at=1000.0))
+    notifier = Notifier(NotifierSpec(store.url, "otter", (hook.url,)))
+    notifier.start()
+    assert notifier.pid is not None
+    os.kill(notifier.pid, signal.SIGKILL)
+    os.waitpid(notifier.pid, 0)
+    notifier.close()
+    assert hook.of("end")["event"] == "end-0"
+    notifier.wait(60)
