@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ class Webhook:
     """How the next requests are answered, in turn: `ok`, `slow`, a status code, `close`, `hang`, or `redirect URL`."""
     always: str = "ok"
     """How further requests are answered."""
+    arrived: list[float] = field(default_factory=list)
+    """The Unix time at which each message arrived."""
     released: threading.Event = field(default_factory=threading.Event)
 
     def kinds(self) -> list[str]:
@@ -55,6 +58,7 @@ def webhook() -> Iterator[Webhook]:
                 how = "ok"
             if how == "ok":
                 found.messages.append(json.loads(data))
+                found.arrived.append(time.time())
             if how == "close":
                 self.connection.shutdown(socket.SHUT_RDWR)
                 return
