@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.cli import Folder
 from support.ended_attempts import over, supervisor_of
-from support.processes import all_pids, command_of, is_alive
+from support.processes import all_pids, command_of, is_alive, is_ours
 from support.webhooks import Webhook, webhook
 
 from executors import Run, attach, launch
@@ -56,7 +56,8 @@ def job(tmp_path: Path) -> str:
 
 
 def notifiers() -> list[int]:
-    return [pid for pid in all_pids() if "executors.notices.notifier" in command_of(pid)]
+    """Return the senders that this test has started. Other tests may run at the same time."""
+    return [pid for pid in all_pids() if "executors.notices.notifier" in command_of(pid) and is_ours(pid)]
 
 
 def settled(run: Run, *ids: str) -> None:

@@ -31,7 +31,7 @@ def left_over(before: set[int], within_s: float) -> dict[int, str]:
         within_s: How long to wait, in seconds.
     """
     deadline = time.monotonic() + within_s
-    while survivors := {pid: command_of(pid) for pid in all_pids() - before if _is_ours(pid)}:
+    while survivors := {pid: command_of(pid) for pid in all_pids() - before if is_ours(pid)}:
         if time.monotonic() > deadline:
             return survivors
         time.sleep(0.02)
@@ -98,7 +98,7 @@ def _is_our_zygote(pid: int) -> bool:
     return parent_of(pid) == os.getpid() and "zygote" in command_of(pid)
 
 
-def _is_ours(pid: int) -> bool:
+def is_ours(pid: int) -> bool:
     """Return True if a live process descends from this test process and is not its zygote."""
     if pid == os.getpid() or environment_of(pid).get(MARK) != str(os.getpid()):
         return False
