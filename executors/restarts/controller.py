@@ -307,7 +307,8 @@ class RestartController:
         if self.blocking_order(end.rank) is not None:
             return None
         # A mistake in the script ends all ranks within a second. Waiting for the others shows that no restart helps.
-        if is_own_failure(end) and not snapshot.has_progress and not end.progress_marks:
+        has_others = snapshot.newest.keys() != {end.rank}
+        if has_others and is_own_failure(end) and not snapshot.has_progress and not end.progress_marks:
             wait_s = LAST_CALL_S - self._known_ends.note((end.rank, end.attempt))
             if wait_s > 0:
                 return wait_s

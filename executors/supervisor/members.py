@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from executors.attempt import Attempt
 from executors.attempt.outcome import MAX_OUTCOME_BYTES, parse_outcome
 from executors.errors import CorruptObjectError
-from executors.process import SHARES_PORTS, private_file, signal_name
+from executors.process import OPENS_FILES_OF_OTHERS, SHARES_PORTS, path_of_descriptor, private_file, signal_name
 from executors.protocol import MemberEnd, Outcome, ReplicaStatus
 from executors.replica.shared_page import SharedPage
 from executors.settings.procs import BY_GPU, BY_GPU_OR_ONE, gpus_asked
@@ -136,7 +136,10 @@ class MemberGroup:
             number: the number of the member.
             leader_page: the page of member 0.
         """
-        return MemberPlace(number, self.n, self.port, self.end_files[number], leader_page)
+        file = self.end_files[number]
+        # On Linux, the member can open the file again through the descriptor of this process.
+        path = path_of_descriptor(file) if OPENS_FILES_OF_OTHERS else ""
+        return MemberPlace(number, self.n, self.port, file, leader_page, path, os.fstat(file).st_ino)
 
     def close(self) -> None:
         """Release the port and the files, when the attempt has ended."""
@@ -245,7 +248,8 @@ def merge_ends(members: Sequence[Member], cause: Member | None) -> Outcome | Non
     # the process ended in another way after it had written its outcome
     if end is None or end.status is ReplicaStatus.SUCCEEDED:
         return None
-    name, line = f"Member {cause.number} of {n}", end.error_line
+    # An exit code has no line of an error. Without a line, the reader of the table would not learn the member.
+    name, line = f"Member {cause.number} of {n}", end.error_line or (end.error or "").partition("\n")[0] or None
     early = _describe_early_ends(members, cause)
     if line is not None and not line.startswith(name):  # the sentence about a hang already names the member
         line = f"{name}{f' ({early})' * bool(early)}: {line}"

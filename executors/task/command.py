@@ -102,6 +102,9 @@ def check_program(command: Command, environ: Mapping[str, str] = os.environ) -> 
     """
     first = command.words[0]
     if "${" not in first and shutil.which(first, path=search_path(environ)) is None:
+        advice = "Install it, or give its path"
+        if len(command.words) == 1 and " " in first.strip():
+            advice = f"Give each word by itself, or let a shell run it: -- sh -c {shlex.quote(first)}"
         raise EntrypointImportError(
-            f"The program {first!r} of the command is not found, or is not executable. Install it, or give its path."
+            f"The program {first!r} of the command is not found, or is not executable. {advice}."
         )

@@ -6,11 +6,12 @@ and measurements are the replica's. The supervisor alone writes the outcome, whe
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,11 @@ class MemberPlace:
     """The descriptor of the file into which the process writes its outcome."""
     leader_page: SharedPage
     """The page of member 0."""
+    end_path: str = ""
+    """A path by which this process can open the file again. Empty: there is none."""
+    end_inode: int = 0
+    """The number of the file in its file system, by which this process knows whether the descriptor still is this file.
+    """
 
     @property
     def is_leader(self) -> bool:
@@ -65,16 +71,17 @@ class MemberPlace:
             "TORCHELASTIC_MAX_RESTARTS": "0",
         }
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, Any]:
         """Return the values that a new Python process needs beside its descriptors."""
-        return {"number": self.number, "of": self.of, "port": self.port}
+        file = {"end_path": self.end_path, "end_inode": self.end_inode}
+        return {"number": self.number, "of": self.of, "port": self.port, **file}
 
     def shares(self) -> dict[str, int]:
         """Return the descriptors that a new process needs, by name. The caller closes the one of the leader's page."""
         return {"end": self.end_file, "leader": self.leader_page.share()}
 
     @classmethod
-    def received(cls, message: Mapping[str, int] | None, shares: Mapping[str, int]) -> MemberPlace | None:
+    def received(cls, message: Mapping[str, Any] | None, shares: Mapping[str, int]) -> MemberPlace | None:
         """Return the place that `to_json` and `shares` have passed to this process. None: the replica has one process.
 
         Args:
@@ -106,9 +113,27 @@ class MemberPlace:
         Args:
             data: the encoded outcome.
         """
-        written = 0
-        while written < len(data):
-            written += os.pwrite(self.end_file, data[written:], written)
+        with self._end_file() as file:
+            written = 0
+            while written < len(data):
+                written += os.pwrite(file, data[written:], written)
+
+    @contextlib.contextmanager
+    def _end_file(self) -> Iterator[int]:
+        """Return a descriptor of the file for the outcome within the block.
+
+        The user's code may have closed all descriptors, as programs that become daemons do. A file of the user may have
+        the number by now, and the outcome must not be written into it.
+        """
+        with contextlib.suppress(OSError):
+            if os.fstat(self.end_file).st_ino == self.end_inode:
+                yield self.end_file
+                return
+        opened = os.open(self.end_path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            yield opened
+        finally:
+            os.close(opened)
 
 
 class LineWriter(io.BufferedIOBase):

@@ -305,6 +305,10 @@ def test_the_folder_of_this_python_is_the_first_in_which_the_program_is_looked_f
         (["train.py", "--lr", "1"], "'train.py' is not a program. Run it as a script: replicas launch train.py --n 4"),
         (["--lr", "1e-3"], "'--lr' is not a program. Name the script before its options"),
         (["no-such-program", "x"], "The program 'no-such-program' of the command is not found"),
+        (
+            ["no such-program"],
+            "The program .* Give each word by itself, or let a shell run it: -- sh -c 'no such",
+        ),
     ],
 )
 def test_a_command_without_a_program_is_refused_before_anything_is_written(command: list[str], says: str) -> None:

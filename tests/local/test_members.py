@@ -122,6 +122,15 @@ def check():
     print("checked", flush=True)
     return replica.member == 0
 
+def close_all(folder):
+    os.closerange(3, 256)
+    KEPT.extend(open(f"{folder}/own-{os.environ['RANK']}-{number}", "w") for number in range(60))
+    return "done"
+
+
+KEPT = []
+
+
 def start_helper(folder):
     import subprocess
     replica = meet(folder)
@@ -225,6 +234,15 @@ def test_the_member_that_ended_badly_is_the_cause_and_the_others_leave_in_order(
     assert str(outcome.error).startswith(says.format(who))
     assert {f"finally-{1 - who}", f"atexit-{1 - who}"} <= {*os.listdir(tmp_path)}
     assert outcome.members[1 - who].exit_code == 128 + signal.SIGTERM
+
+
+def test_members_that_close_all_descriptors_leave_their_results_and_write_into_no_other_file(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Programs that become daemons do so. The file for the outcome would be closed, or be another file."""
+    run = start("close_all")
+    assert ended(run).result == "done"
+    assert {file.read_text() for file in tmp_path.glob("own-*")} == {""}
 
 
 def test_a_member_that_ended_with_0_is_waited_with(start: Callable[..., Run]) -> None:

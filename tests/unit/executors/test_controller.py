@@ -119,6 +119,12 @@ def test_a_failure_before_any_progress_is_decided_after_a_last_look(scene: Scene
     assert [(entry.kind, entry.why) for entry in scene.told] == [("stop", "deterministic")]
 
 
+def test_a_failure_of_the_only_rank_is_decided_at_once(scene: Scene) -> None:
+    controller = scene.controller(starter := FakeStarter(), policy=Restarts.parse("3,backoff=0s:0s"))
+    controller.advance(RunSnapshot({0: 0}, {0: end(reason="exception")}, has_progress=False))
+    assert starter.started == [{0: 1}]
+
+
 def test_a_cancel_that_came_after_the_decision_is_seen_before_the_start(scene: Scene) -> None:
     controller = scene.controller(starter := FakeStarter())
     scene.now += controller.advance(snapshot(end())) or 0.0

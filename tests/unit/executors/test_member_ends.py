@@ -60,6 +60,14 @@ def test_the_outcome_names_members_that_had_ended_with_0_before_a_collective_of_
     assert str(found.error).startswith(first)
 
 
+def test_the_line_of_a_member_that_left_by_an_exit_code_names_the_member() -> None:
+    failed = member(1, 3, 2.0, raised_at=1.5)
+    failed.end = Outcome(0, 0, ReplicaStatus.FAILED, "no_result", error="It ended with exit code 3.\nIt printed: x")
+    found = merge_ends([member(0, 143, 2.1, asked=True), failed], failed)
+    assert found is not None
+    assert found.error_line == "Member 1 of 2: It ended with exit code 3."
+
+
 @pytest.mark.parametrize(
     ("procs", "gpu", "devices", "n"),
     [
