@@ -2,7 +2,8 @@
 
 The bounds in `pyproject.toml` are promises: a user who has an older release of a package keeps it if the bound permits.
 This command installs each package at exactly its bound into `.venv-lowest`. It runs the tests of units, contracts, the
-command, clouds and training that `make test` runs, too. It leaves out the tests of local launches and of the documents.
+command, clouds, local launches and training that `make test` runs, too. It leaves out the tests of documents, servers
+and simulations.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ TOOLS = (
 """The packages of the tests. They are no dependencies of the product, and are as new as in `constraints.txt`."""
 UNPINNED_TOOLS = ("datasets",)
 """Packages of the tests that need, in the version of `constraints.txt`, more than a lower bound of the product."""
-SELECTION = ("tests/unit", "tests/contract", "tests/cli", "tests/jobs", "tests/training")
+SELECTION = ("tests/unit", "tests/contract", "tests/cli", "tests/jobs", "tests/local", "tests/training")
 # An old release beside new ones of the packages that it needs: their advice to its authors is not about the product.
 IGNORED = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")
 
