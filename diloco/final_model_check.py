@@ -12,7 +12,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from weakref import WeakSet, finalize
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class FinalModelCheck:
         self._pid = os.getpid()
         self._finalizer = finalize(owner, self.look)
         self._finalizer.atexit = False
-        _all.add(self)
+        _all[id(self)] = self
         watch(self._note_step)
 
     def look(self) -> None:
@@ -75,6 +75,7 @@ class FinalModelCheck:
         """End the check without a result, because the script trains the model again and so changes it on purpose."""
         self._tensors = {}
         self._finalizer.detach()
+        _all.pop(id(self), None)
         unwatch(self._note_step)
 
     def has_any_of(self, tensors: Iterable[Tensor]) -> bool:
@@ -90,7 +91,8 @@ class FinalModelCheck:
             self.drop()
 
 
-_all: WeakSet[FinalModelCheck] = WeakSet()
+_all: dict[int, FinalModelCheck] = {}
+"""The checks that have not ended. Other threads may begin and end checks during a loop, so loops use a copy."""
 
 
 def drop_checks_of(model: nn.Module) -> None:
@@ -99,7 +101,7 @@ def drop_checks_of(model: nn.Module) -> None:
     Args:
         model: the model of the new DiLoCo.
     """
-    for each in list(_all):
+    for each in _all.copy().values():
         if each.has_any_of((*model.parameters(), *model.buffers())):
             each.drop()
 

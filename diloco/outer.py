@@ -32,6 +32,7 @@ from diloco.extra_tensors import ExtraTensors, ExtraTensorsModule, addresses_of
 from diloco.final_model_check import FinalModelCheck, drop_checks_of
 from diloco.fragments import FragmentSpec, check_sizes, plan_fragments
 from diloco.model_state import ModelState
+from diloco.open_dilocos import open_dilocos
 from diloco.optimizer_history import OptimizerHistory
 from diloco.outer_optimizer import OptimizerFactory
 from diloco.process_check import find_group, not_the_opener
@@ -43,7 +44,7 @@ from diloco.rendezvous.membership import bye_writer, find_location
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Context, Limits, RoundReport
 from diloco.rendezvous.training_side import TrainingSide
-from diloco.replica_link import ReplicaLink, check_is_free, is_open, leave_all
+from diloco.replica_link import ReplicaLink, check_is_free, leave_all
 from diloco.save_schedule import SaveSchedule
 from diloco.settings import DiLoCoSettings, check_wires
 from diloco.stale_copies.comparison import StaleCopies
@@ -381,7 +382,7 @@ class DiLoCo:
         )
         self._loop = TrainingLoop(self._settings, begins_at=self._inner_step)
         self._link.plan(settings.total_of_steps, me.nonce, internals.begun_at)
-        is_open[self._name] = self
+        open_dilocos.add(self._name, self)
         self._link.call_after_failure(DiLoCo._leave_after_error, self._workers.uploads.finish)
         # A replica that was started again may find that the run has already had its last round.
         self._link.note_step(self._training_side.phase.run_step, settings.plan.total_steps)
@@ -675,7 +676,7 @@ class DiLoCo:
         self._history.close()
         if in_order and self._training_side.phase.wants_to_stop and not self._is_over:
             self._loop.warn_of_early_close()
-        is_open.pop(self._name, None)
+        open_dilocos.remove(self._name)
         if returns:
             self._note_return()
         try:
@@ -976,9 +977,8 @@ def note_loop_follows_run(nonce: str) -> None:
     Example:
         note_loop_follows_run(replica.nonce)
     """
-    for (other, _), each in is_open.items():
-        if other == nonce and isinstance(each, DiLoCo):
-            each._loop.trust()
+    for each in open_dilocos.of(nonce).values():
+        each._loop.trust()
 
 
 def open_diloco(

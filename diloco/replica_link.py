@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 from diloco.errors import DiLoCoError
+from diloco.open_dilocos import open_dilocos
 from diloco.rendezvous.round import RoundReport
 from executors.replica import Replica
 from executors.store.standstill import Standstill
@@ -18,14 +18,10 @@ LEAVING = 143
 """The exit code of a replica that left because it was asked to leave, the same as after SIGTERM."""
 
 
-is_open: WeakValueDictionary[tuple[str, str], object] = WeakValueDictionary()
-"""The open DiLoCos of this process, by nonce and name. The other replicas would take two DiLoCos with the same name for
-one model.
-"""
 planned: dict[str, int] = {}
 """For each nonce, the total of steps that a DiLoCo has reported. Any other total was reported by the script itself."""
 finished: set[tuple[str, str]] = set()
-"""The keys of the DiLoCos in `is_open` that have made all their planned steps."""
+"""The keys of the DiLoCos in `open_dilocos` that have made all their planned steps."""
 
 
 def check_is_free(name: tuple[str, str]) -> None:
@@ -40,7 +36,7 @@ def check_is_free(name: tuple[str, str]) -> None:
     Example:
         check_is_free((replica.nonce, "main"))
     """
-    if name in is_open:
+    if name in open_dilocos:
         raise DiLoCoError(
             f"A DiLoCo named {name[1]!r} is open in this replica already. Close it, or give this one another name: "
             "DiLoCo(model, name=…)."
@@ -63,7 +59,7 @@ def leave_all(nonce: str, leave: Callable[[Any], None]) -> None:
         leave_all(replica.nonce, lambda diloco: diloco.close())
     """
     with ExitStack() as leaving:
-        for diloco in [each for (other, _), each in is_open.items() if other == nonce]:
+        for diloco in open_dilocos.of(nonce).values():
             leaving.callback(leave, diloco)
     raise SystemExit(LEAVING)
 
@@ -78,13 +74,12 @@ def leave_after_error(nonce: str, leave: Callable[[Any], None]) -> None:
     Example:
         leave_after_error(replica.nonce, lambda diloco: diloco.close())
     """
-    for (other, _), diloco in list(is_open.items()):
-        if other == nonce:
-            # The user sees the error of the attempt, and not the error of a DiLoCo that leaves because of it.
-            with suppress(Exception):
-                leave(diloco)
+    for diloco in open_dilocos.of(nonce).values():
+        # The user sees the error of the attempt, and not the error of a DiLoCo that leaves because of it.
+        with suppress(Exception):
+            leave(diloco)
     planned.pop(nonce, None)
-    finished.difference_update([key for key in finished if key[0] == nonce])
+    finished.difference_update([key for key in finished.copy() if key[0] == nonce])
 
 
 class ReplicaLink:
@@ -129,7 +124,7 @@ class ReplicaLink:
         finished.discard((nonce, self._name))
         if self._replica is not None:
             self._replica.open_training()
-        self._is_shown = self._replica is not None and all(nonce != other for other, _ in is_open)
+        self._is_shown = self._replica is not None and not open_dilocos.of(nonce)
         if self._replica is not None and self._is_shown:
             reported = self._replica.reported
             if nonce in planned and reported.get("total_steps") == planned.pop(nonce):
@@ -312,7 +307,7 @@ class ReplicaLink:
 
     def _finish_if_last(self) -> None:
         """Report that the training has ended, unless another DiLoCo of this replica still trains."""
-        if self._replica is not None and all(key in finished for key in is_open if key[0] == self._nonce):
+        if self._replica is not None and all(key in finished for key in open_dilocos.of(self._nonce)):
             self._replica.finish_training()
 
     def progress(self) -> None:

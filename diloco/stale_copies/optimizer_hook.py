@@ -59,7 +59,7 @@ def unwatch(callback: Watcher) -> None:
     Example:
         unwatch(callback)
     """
-    for thread, callbacks in list(_watchers.items()):
+    for thread, callbacks in _watchers.copy().items():
         if callback in callbacks:
             _watchers[thread] = tuple(each for each in callbacks if each != callback)
 
