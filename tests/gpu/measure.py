@@ -32,6 +32,8 @@ from diloco.demo import ByteTransformer, load_text
 from executors import LocalProcessExecutor, current_replica, launch
 from executors.store import MemoryStore
 
+LIMIT_S = 430
+"""The seconds after which this process ends. The parts that have ended are in the file by then."""
 IS_SMALL = os.environ.get("REPLICAS_GPU_SMALL") == "1"
 DEVICE = "cpu" if IS_SMALL else "cuda"
 
@@ -261,6 +263,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure DiLoCo on one GPU.")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file for the results")
     chosen = parser.parse_args()
+    signal.alarm(LIMIT_S)
     found: dict[str, Any] = {"machine": machine()}
     code = 0
     for part in parts():
