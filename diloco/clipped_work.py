@@ -10,33 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from diloco.rendezvous.round import RoundReport
+from diloco.rendezvous.round import FAR, RoundReport, leads_far
 
 log = logging.getLogger(__name__)
 
 ROUNDS = 3
 """The number of rounds in a row after which a second warning reports that the finding lasts."""
-
-
-FAR = 3.0
-"""If the mean is more than this number of times as large as a replica's own work, the other work is even larger."""
-
-
-def leads_far(report: RoundReport) -> bool:
-    """Return True if a round moved this replica by work of others alone, or by work that is much larger than its own.
-
-    After such a round, healthy gradients may lead straight back to the values before it.
-
-    Args:
-        report: the report of the round.
-
-    Example:
-        leads_far(report)
-    """
-    norm, mean_norm = report.norm, report.mean_norm
-    if not report.counted or report.clipped:
-        return True
-    return norm is not None and mean_norm is not None and mean_norm > FAR * norm
 
 
 class ClippedWorkCheck:

@@ -25,7 +25,7 @@ from typing import Any, Literal, Self
 from torch import Tensor, nn
 
 from diloco.attached_state import AttachedState
-from diloco.clipped_work import ClippedWorkCheck, leads_far
+from diloco.clipped_work import ClippedWorkCheck
 from diloco.duplicate_work import DuplicateWorkCheck, SameDataMode
 from diloco.errors import DiLoCoError
 from diloco.extra_tensors import ExtraTensors, ExtraTensorsModule, addresses_of
@@ -42,7 +42,7 @@ from diloco.rendezvous.extension import Extension, total_of_start
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import bye_writer, find_location
 from diloco.rendezvous.retrying_store import RetryingStore
-from diloco.rendezvous.round import Context, Limits, RoundReport
+from diloco.rendezvous.round import Context, Limits, RoundReport, leads_far
 from diloco.rendezvous.training_side import TrainingSide
 from diloco.replica_link import ReplicaLink, check_is_free, leave_all
 from diloco.save_schedule import SaveSchedule

@@ -583,3 +583,24 @@ class RoundReport:
         """
         costs = ("bytes_up", "bytes_down", "wait_s", "move_s", "reduce_s", "step_s", "train_s", "late_s", "busy_s")
         return replace(reports[-1], **{cost: sum(getattr(report, cost) for report in reports) for cost in costs})
+
+
+FAR = 3.0
+"""If the mean is more than this number of times as large as a replica's own work, the other work is even larger."""
+
+
+def leads_far(report: RoundReport) -> bool:
+    """Return True if a round moved this replica by work of others alone, or by work that is much larger than its own.
+
+    After such a round, healthy gradients may lead straight back to the values before it.
+
+    Args:
+        report: the report of the round.
+
+    Example:
+        leads_far(report)
+    """
+    norm, mean_norm = report.norm, report.mean_norm
+    if not report.counted or report.clipped:
+        return True
+    return norm is not None and mean_norm is not None and mean_norm > FAR * norm

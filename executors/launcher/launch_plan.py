@@ -274,7 +274,9 @@ def plan_launch(
             "gather_s= (--gather) has an effect only with min_replicas= (--min-replicas). Give both, or remove it."
         )
     # The URLs are checked first, because a run that cannot report must not start.
-    request = resolved(replace(request, notify=resolve_targets(request.notify)))
+    if request.notify:
+        request = replace(request, notify=resolve_targets(request.notify))
+    request = resolved(request)
     if request.notify and request.settings.notify_on is None:
         request = request.with_settings(notify_on=",".join(KINDS))  # its record shows that the run sends notifications
     settings = request.settings

@@ -79,7 +79,7 @@ def test_a_record_is_believed_under_its_own_key_alone_and_only_with_the_run_s() 
             "run/diloco/main/seal/1": proof_of(OTHER),  # forged
             "": UNSIGNED,
         }.items():
-            with pytest.raises(BadRecordError, match="not what was written"):
+            with pytest.raises(BadRecordError, match="other bytes than were written"):
                 parse(data, key, proof)
         for at in (8, 23, 24, data.index(b"}")):
             changed = bytearray(data)
