@@ -23,7 +23,8 @@ def all_pids() -> set[int]:
 def left_over(before: set[int], within_s: float) -> dict[int, str]:
     """Wait for the processes started since `before` to end; return those that do not, with their command lines.
 
-    This process's zygote may stay: there is one for each launcher process, and it ends with it.
+    This process's zygote may stay: there is one for each launcher process, and it ends with it. The same is true of the
+    resource tracker of `multiprocessing`, which the first process that is spawned starts.
 
     Args:
         before: All pids at the start. Only a new process can be left over, so the environments of old ones are not
@@ -94,12 +95,13 @@ def command_of(pid: int) -> str:
     return ""
 
 
-def _is_our_zygote(pid: int) -> bool:
-    return parent_of(pid) == os.getpid() and "zygote" in command_of(pid)
+def _lasts_as_long_as_we_do(pid: int) -> bool:
+    command = command_of(pid)
+    return parent_of(pid) == os.getpid() and ("zygote" in command or "multiprocessing.resource_tracker" in command)
 
 
 def is_ours(pid: int) -> bool:
-    """Return True if a live process descends from this test process and is not its zygote."""
+    """Return True if a live process descends from this test process and does not last as long as it."""
     if pid == os.getpid() or environment_of(pid).get(MARK) != str(os.getpid()):
         return False
-    return is_alive(pid) and not _is_our_zygote(pid)
+    return is_alive(pid) and not _lasts_as_long_as_we_do(pid)
