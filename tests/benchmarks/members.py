@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from executors import LocalProcessExecutor, launch
+from executors.process import descendants
 
 from .gate import Gate, pss_mib
 from .harness import Comparison, Options, interleave
@@ -63,11 +64,15 @@ def _torchrun(k: int, *words: str) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(runner, stdout=QUIET, stderr=QUIET, start_new_session=True)
     try:
         yield process
-        process.wait(PATIENCE_S)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its workers, which have groups of their own
+        with contextlib.suppress(subprocess.TimeoutExpired):  # some of its processes wait for others that have ended
             process.wait(PATIENCE_S)
+    finally:
+        below = descendants(process.pid)
+        process.kill()
+        process.wait()
+        for pid in below:  # the workers have groups of their own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _kill_and_wait(folder: Path, k: int) -> float:
