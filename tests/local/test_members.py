@@ -85,11 +85,11 @@ def together(folder):
     replica = current_replica()
     name = f"{replica.rank}.{replica.member}.{replica.attempt}"
     Path(folder, f"ready-{name}").touch()
-    while len(list(Path(folder).glob(f"ready-*.{replica.attempt}"))) < replica.members * replica.world_size:
-        time.sleep(0.01)
-    if name == "0.1.0":
-        os.kill(os.getpid(), signal.SIGKILL)
     try:
+        while len(list(Path(folder).glob(f"ready-*.{replica.attempt}"))) < replica.members * replica.world_size:
+            time.sleep(0.01)
+        if name == "0.1.0":
+            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60 if replica.attempt == 0 else 0)
     finally:
         Path(folder, f"left-{name}").touch()
@@ -144,8 +144,9 @@ def start_helper(folder):
     subprocess.Popen([sys.executable, "-c", saves, f"{folder}/helper-{replica.member}"]).wait()  # run() would kill it
 
 def save(folder):
-    replica = meet(folder)
+    replica = current_replica()
     try:
+        meet(folder)
         if replica.member:
             with replica.atomic():
                 Path(folder, "begun").touch()

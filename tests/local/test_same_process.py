@@ -14,6 +14,7 @@ from support.again_tasks import (
     fail_to_finalize,
     fail_to_initialize,
     fail_unfit,
+    fail_without_progress,
     hang_when_told,
     train_again,
     train_while_the_other_waits,
@@ -135,7 +136,7 @@ def test_after_a_hang_the_same_process_calls_the_entrypoint_again_with_a_new_wat
 
 
 def test_a_cancel_ends_a_process_that_waits_for_its_next_attempt(local: LocalProcessExecutor) -> None:
-    run = started(local, end_in_turn, "5,backoff=300s:300s", kinds=["exception"] * 2)
+    run = started(local, fail_without_progress, "5,backoff=300s:300s")  # after progress, a restart waits for nothing
     eventually(lambda: decisions(run), "the decision")
     run.cancel()
     over(run)

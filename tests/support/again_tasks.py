@@ -100,6 +100,11 @@ def fail_to_initialize() -> int:
 
 
 @restartable()
+def fail_without_progress() -> None:
+    raise ValueError("boom")
+
+
+@restartable()
 def fail_often(n: int) -> dict[str, Any]:
     """Fail in n attempts. Return the memory and the descriptors of this process at some of them."""
     me = current_replica()

@@ -244,8 +244,8 @@ def test_a_kill_of_a_stranger_does_not_explain_an_end_long_after_it(count_all: b
 
 @pytest.mark.parametrize("kind", [KeyNotFoundError, CorruptObjectError, UnsafeStoreError])
 def test_two_equal_permanent_errors_of_a_store_stop_restarts(kind: type[StoreError]) -> None:
-    error = kind("'run/task.json' has other bytes than were written.")
-    ends = [end(attempt=number, **failure_of(error)) for number in range(2)]
+    text = "'run/task.json' has other bytes than were written."
+    ends = [end(attempt=number, **failure_of(kind(text))) for number in range(2)]
     assert told(answers("9", *ends)) == ["restart", "deterministic"]
 
 
