@@ -49,7 +49,7 @@ class ClippedWorkCheck:
             self._check_two(report)
             self._in_a_row = self._in_a_row + 1 if self._rank in report.clipped else 0
             if self._in_a_row in (1, ROUNDS):
-                rounds = f"round {report.round}" if self._in_a_row == 1 else f"{ROUNDS} rounds up to {report.round}"
+                rounds = _name_rounds(self._in_a_row, report.round)
                 log.warning(
                     "rank %s: %s scaled down the contribution of this replica, because it was much larger than the "
                     "others. Look for gradients that explode, and for a loss that is scaled differently in this "
@@ -75,10 +75,15 @@ class ClippedWorkCheck:
             )  # fmt: skip
         self._larger_in_a_row = self._larger_in_a_row + 1 if leads_far(report) else 0
         if self._larger_in_a_row in (1, ROUNDS):
-            rounds = f"round {report.round}" if self._larger_in_a_row == 1 else f"{ROUNDS} rounds up to {report.round}"
+            rounds = _name_rounds(self._larger_in_a_row, report.round)
             log.warning(
                 "rank %s: in %s, the contribution of rank %s was more than %g times as large as the one of this "
                 "replica. Nothing shows which of the two is wrong, so both count: compare the losses of "
                 "both ranks.",
                 self._rank, rounds, others[0], FAR,
             )  # fmt: skip
+
+
+def _name_rounds(n: int, last: int) -> str:
+    """Return "round 7", or "3 rounds up to 7"."""
+    return f"round {last}" if n == 1 else f"{n} rounds up to {last}"

@@ -5,10 +5,9 @@ encoded by the method of Elias and Fano with three low bits. A position and its 
 2-bit value would take 14. The size of a block still follows from its number of values alone.
 
 The values that are not sent are not a rounding error: they are seven eighths of the work. `Wire.keeps` and `Wire.live`
-    decide how much of them a sender keeps, and where. Three published methods are close to this one: signs with error
-    feedback (Karimireddy
-et al., arXiv:1901.09847), sparse contributions with error feedback (Stich et al., arXiv:1809.07599), and SparseLoCo
-(arXiv:2508.15706). ADR 0084 has the measurements that this wire follows.
+decide how much of them a sender keeps, and where. Three published methods are close to this one: signs with error
+feedback (Karimireddy et al., arXiv:1901.09847), sparse contributions with error feedback (Stich et al.,
+arXiv:1809.07599), and SparseLoCo (arXiv:2508.15706). ADR 0084 has the measurements that this wire follows.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from executors.backend import Backend
 from executors.cli.config import ConfigOption, ProfileOption, origins_of, settings_of, was_given, with_origins
 from executors.cli.documents import ErrorDocument
 from executors.cli.options import (
-    NOTIFY_ON_HELP,
     BackendOptions,
     ColumnsOption,
     DigestOption,
@@ -51,6 +50,7 @@ from executors.cli.output import (
 from executors.cli.verb_help import EXIT_CODES, describe
 from executors.errors import BackendError, LaunchError, ReplicasError, StoreError
 from executors.settings.declaration import LIMITS, RUN, SETTINGS, TESTING, WATCH, WHERE
+from executors.settings.notify import ON_HELP
 
 if TYPE_CHECKING:
     from executors.cli.live import Interrupts
@@ -307,7 +307,7 @@ def resume(
     total_steps: Annotated[int | None, Option(metavar="N", min=1, help=TOTAL_STEPS)] = None,
     total_rounds: Annotated[int | None, Option(metavar="N", min=1, help=TOTAL_ROUNDS)] = None,
     notify: NotifyOption = None,
-    notify_on: Annotated[str | None, setting_option("notify_on", f"{NOTIFY_ON_HELP} {FROM_NOW}")] = None,
+    notify_on: Annotated[str | None, setting_option("notify_on", f"{ON_HELP} {FROM_NOW}")] = None,
     rendezvous: RendezvousOption = None,
     as_json: JsonOption = False,
 ) -> int:

@@ -139,7 +139,6 @@ NOTIFY_HELP = (
     "slack://…, env:NAME or file:PATH. A URL is a secret and is not recorded. Repeatable. Default: none."
 )
 NotifyOption = Annotated[list[str] | None, Option("--notify", metavar="URL", help=NOTIFY_HELP, rich_help_panel=WATCH)]
-NOTIFY_ON_HELP = "The events that --notify sends: end, given_up, hang, budget and no_round."
 COLUMNS = "The reported numbers to show, as in lr,gnorm. Default: the first three."
 ColumnsOption = Annotated[
     Any, Option("--columns", metavar="NAME,…", help=COLUMNS, parser=lambda text: [*filter(None, text.split(","))])

@@ -11,7 +11,6 @@ from typer import Option
 
 from executors.attempt.pauses import LONGEST_PAUSE_S
 from executors.cli.options import (
-    NOTIFY_ON_HELP,
     BackendOptions,
     DigestOption,
     EnvOption,
@@ -32,7 +31,7 @@ from executors.cli.output import JsonOption, Output, refuse, usage_errors
 from executors.cli.verb_help import EXIT_CODES, describe
 from executors.settings.declaration import LIMITS
 from executors.settings.durations import name_duration
-from executors.settings.notify import parse_kinds
+from executors.settings.notify import ON_HELP, parse_kinds
 from executors.settings.policy import HangLimits, Restarts
 from executors.status import RunStatus
 
@@ -72,7 +71,7 @@ def watch(
     option: BackendOptions = None,
     volume: VolumeOption = None,
     notify: NotifyOption = None,
-    notify_on: Annotated[str | None, setting_option("notify_on", f"{NOTIFY_ON_HELP} Default: as launched.")] = None,
+    notify_on: Annotated[str | None, setting_option("notify_on", f"{ON_HELP} Default: as launched.")] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Watch a run, and restart replicas that ended with their machines.

@@ -363,8 +363,7 @@ def with_tracker(package: Package, tracker: str) -> Package:
     names = BUILT_IN.get(tracker, ())
     if not names or {package_name_of(line) for line in package.requirements} & {*names}:
         return package
-    needed = next((f"{name}=={version}" for name in names if (version := installed_version(name))), names[0])
-    return replace(package, requirements=(*package.requirements, needed), pins=(*package.pins, needed))
+    return with_package(package, next((name for name in names if installed_version(name)), names[0]))
 
 
 def check_directory(directory: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from executors.errors import CorruptObjectError, StoreError
 from executors.process import has_ended, identify_process, this_process
+from executors.settings.notify import KINDS
 from executors.store import Store
 from executors.store.record_names import run_folder_was_deleted
 from executors.store.records import find_record
@@ -42,8 +43,6 @@ MINUTE_S = 60.0
 DEAD_S = 60.0
 """After this time a claim without a result is taken over, if the sender is on another machine."""
 LIST_S = 30.0  # between two lists of claims if this process itself has nothing to send
-URGENCY = ("end", "given_up", "hang", "no_round", "budget")
-"""The kinds of notices; the first kind of a group is the subject of its message."""
 
 
 @dataclass
@@ -54,6 +53,11 @@ class _Sending:
     began: float
     failures: list[str] | None = None
     """The result. None: the thread is not done."""
+
+
+def _urgency(notice: Notice) -> tuple[int, float]:
+    """Return the place of a notice in a message. The first one is the subject."""
+    return [*KINDS].index(notice.kind), -notice.at
 
 
 class Outbox:
@@ -180,7 +184,7 @@ class Outbox:
                 groups[notice.rank].append(notice)
         now = self._now()
         due = [rank for rank in groups if is_last or now >= self._next_at(rank, now)]
-        found = [sorted(groups.pop(rank), key=lambda each: (URGENCY.index(each.kind), -each.at)) for rank in due]
+        found = [sorted(groups.pop(rank), key=_urgency) for rank in due]
         ends = sorted((each for each in self._waiting.values() if each.kind == "end"), key=lambda each: -each.at)
         if ends:
             found.append([*ends, *(each for group in groups.values() for each in group)])

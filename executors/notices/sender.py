@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import time
@@ -9,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from executors.notices.targets import describe_target, is_loopback, needs_apprise
 from executors.store.parallel import in_parallel
@@ -99,18 +100,16 @@ def _try_several_times(url: str, document: Mapping[str, Any], until: float) -> s
 
 def _post(url: str, document: Mapping[str, Any], timeout_s: float) -> None:
     parts = urlsplit(url)
-    host, _, _ = parts.netloc.rpartition("@")
+    login, _, host = parts.netloc.rpartition("@")
     # A proxy never gets a message for this machine. For https, a proxy of the environment sees the host alone.
     proxies = {} if is_loopback(parts) else {"https": urllib.request.getproxies().get("https", "")}
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({name: value for name, value in proxies.items() if value}), _NoRedirects
     )
     headers = {"Content-Type": "application/json", "User-Agent": "replicas"}
-    if host:  # a name and a password in the URL
-        import base64
-
-        headers["Authorization"] = f"Basic {base64.b64encode(host.encode()).decode()}"
-        url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    if login:  # a name and a password in the URL, with reserved characters as %40
+        headers["Authorization"] = f"Basic {base64.b64encode(unquote_to_bytes(login)).decode()}"
+        url = parts._replace(netloc=host).geturl()
     request = urllib.request.Request(url, data=json.dumps(document).encode(), headers=headers, method="POST")
     try:
         with opener.open(request, timeout=timeout_s) as answer:

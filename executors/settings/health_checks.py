@@ -8,15 +8,13 @@ from collections.abc import Mapping
 from executors.errors import unknown_name
 
 ALL = "all"
-CHECKS: Mapping[str, str] = {
-    "gpu": "a matrix product whose result is known, two synchronizations, free memory, ECC errors and throttling",
-    "disk": "free space where logs and temporary files go",
-    "store": "write, read and delete 4 MiB",
-    "clock": "the difference to the clock of the store",
+LIMITS_S: Mapping[str, float] = {
+    "gpu": 30.0,  # a matrix product whose result is known, two synchronizations, free memory, ECC errors and throttling
+    "disk": 30.0,  # free space where logs and temporary files go
+    "store": 60.0,  # write, read and delete 4 MiB
+    "clock": 60.0,  # the difference to the clock of the store
 }
-"""The checks that ship, in the order in which they run, each with its subject."""
-LIMITS_S: Mapping[str, float] = {"gpu": 30.0, "disk": 30.0, "store": 60.0, "clock": 60.0}
-"""The time limit of each check, in seconds."""
+"""The checks that ship, in the order in which they run, each with its time limit in seconds."""
 NAME = re.compile(r"[A-Za-z0-9_-]*")
 
 
@@ -36,10 +34,10 @@ def shipped_checks(text: str) -> tuple[str, ...]:
     if len(parts) == 1 and not NAME.fullmatch(parts[0]):
         return ()
     for part in parts:
-        if part not in (*CHECKS, ALL):
-            what = unknown_name("health check", part, (*CHECKS, ALL))
+        if part not in (*LIMITS_S, ALL):
+            what = unknown_name("health check", part, (*LIMITS_S, ALL))
             raise ValueError(f"health_check: {what} A function has the form checks.py:gpu or pkg.mod:f.")
-    return tuple(name for name in CHECKS if name in parts or ALL in parts)
+    return tuple(name for name in LIMITS_S if name in parts or ALL in parts)
 
 
 def limit_of(text: str, default_s: float) -> float:

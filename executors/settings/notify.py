@@ -10,10 +10,11 @@ KINDS: Mapping[str, str] = {
     "end": "the run ended",
     "given_up": "a rank was given up, or the run was stopped by a rule of restarts",
     "hang": "a hang was ended",
-    "budget": "80 % of a restart budget, of `within` or of `max_cost` is used",
     "no_round": "no round has come for five times the usual time",
+    "budget": "80 % of a restart budget, of `within` or of `max_cost` is used",
 }
-"""The kinds of notices, each with its meaning."""
+"""The kinds of notices, the most urgent first, each with its meaning."""
+ON_HELP = f"The events that --notify sends, separated by commas: {', '.join(KINDS)}."
 
 
 def parse_kinds(text: str) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from executors.settings.declaration import (
     setting,
 )
 from executors.settings.health_checks import shipped_checks
-from executors.settings.notify import kinds_text
+from executors.settings.notify import ON_HELP, kinds_text
 from executors.settings.policy import NO_RESTARTS, HangLimits, Restarts
 from executors.settings.procs import procs_text
 from executors.store.records import FAR_AHEAD, Record, flag, integer, list_of, nullable, number, parsed, text
@@ -269,8 +269,7 @@ class Settings(Record):
         nullable(parsed(kinds_text)),
         None,
         option=Option(
-            help="The events that --notify sends: end, given_up, hang, budget and no_round, separated by commas. "
-            "Default: all.",
+            help=f"{ON_HELP} Default: all.",
             panel=WATCH,
             metavar="EVENT,…",
             example="end,given_up",

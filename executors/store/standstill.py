@@ -24,7 +24,7 @@ def describe_standstill(found: Standstill, store_url: str, *, has_ended: bool = 
         describe_standstill(Standstill(round=12, key="otter/diloco/main/seal/11"), "file:///data/runs")
     """
     name = f"Round {found.round}" if found.round else "The first anchor"
-    state = "stood still when the replica ended" if has_ended else "stands still"
+    state = "made no progress when the replica ended" if has_ended else "makes no progress"
     more = f" (and {found.n_more} more)" if found.n_more else ""
     command = command_to_delete(store_url, found.key)
     return (

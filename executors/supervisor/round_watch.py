@@ -62,7 +62,7 @@ class RoundWatch:
         return Notice(
             id=f"no_round-{self._round:.0f}",
             kind="no_round",
-            text=f"No round for {name_duration(now - self._since)} after round {self._round:.0f}; usual are "
-            f"{name_duration(usual_s)}.",
+            text=f"No round has come for {name_duration(now - self._since)} after round {self._round:.0f}. The usual "
+            f"time is {name_duration(usual_s)}.",
             at=at,
         )

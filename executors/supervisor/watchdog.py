@@ -11,7 +11,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from executors.attempt.outcome import describe_end
@@ -21,6 +21,7 @@ from executors.replica.shared_page import ATOMIC_LIMIT_S, STEPS, SharedPage
 from executors.settings.policy import DEFAULT_START_S, HangLimits
 from executors.settings.run_spec import RunSpec
 from executors.supervisor.activity import ActivityMeter
+from executors.supervisor.stacks_request import OLD_S, StacksRequest
 from executors.worker.failure import is_users_file
 from executors.worker.watched import STACKS_NAME
 
@@ -28,14 +29,13 @@ N_TO_LEARN = 6  # intervals of a section that are needed before its idle limit i
 LONGEST_TIMES = 5.0  # a learned limit is this many times the longest interval so far
 LATE_TICK_S = 15.0  # on a loaded machine a tick may be this late
 LOOK_S = 1.0
-OLD_S = 2.5  # a rank beats and ticks once a second
 # A dump takes milliseconds, and a second dump shows whether a call is stuck or slow.
-READ_S, READ_LIMIT_S, AGAIN_S = 0.1, 3.0, 1.0
+READ_S, AGAIN_S = 0.1, 1.0
 BUSY = 0.05  # the share of a core from which a rank counts as active
 # the seconds of processor time from which a rank counts as active; they are counted in hundredths, and a dump of stacks
 # takes one or two
 LEAST_BUSY_S = 0.03
-MAX_STACKS, MAX_DUMPS = 1 << 20, 20
+MAX_DUMPS = 20
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
@@ -125,59 +125,6 @@ class WatchdogReport:
     is_kill: bool = False
     """True if the supervisor must end the rank and its descendants now by SIGKILL, with the outcome `failed`,
     `hang`."""
-
-
-class StacksRequest:
-    """A request to a rank to dump the stacks of its threads.
-
-    First the page asks the thread of the rank that beats. It has the GIL while it dumps, so no thread changes what it
-    reads. If it does not beat, a call holds the GIL, and a signal asks it. A handler without the GIL may crash the
-    process if another thread executes bytecode at that time.
-
-    Args:
-        page: the page of the rank.
-        file: a descriptor of the file for the stacks. This object closes it.
-        now: the time by `time.monotonic`.
-        send_signal: sends the signal.
-    """
-
-    def __init__(self, page: SharedPage, file: int, now: float, send_signal: Callable[[], object]) -> None:
-        self._page, self._file, self._send_signal = page, file, send_signal
-        self._asked_at = now if now - page.beat <= OLD_S else -math.inf
-        self._signalled_at: float | None = None
-        self._size = -1
-        page.stacks_wanted = 1
-
-    def is_complete(self, now: float) -> bool:
-        """Return True if the file has the stacks, or will not get them. Call this several times a second.
-
-        Args:
-            now: the time by `time.monotonic`.
-        """
-        page = self._page
-        if self._signalled_at is None:
-            if not page.stacks_wanted:
-                return True
-            if now - max(page.beat, self._asked_at) > OLD_S:
-                page.stacks_wanted = 0
-                os.ftruncate(self._file, 0)
-                self._send_signal()
-                self._signalled_at = now
-            return False
-        if now - self._signalled_at >= READ_LIMIT_S:
-            return True
-        # A dump grows while it is written. On a loaded machine it begins late.
-        before, self._size = self._size, os.fstat(self._file).st_size
-        return self._size > 0 and self._size == before
-
-    def read(self) -> str:
-        """Return the stacks. Empty: the rank has dumped none."""
-        return os.pread(self._file, MAX_STACKS, 0).decode(errors="replace")
-
-    def close(self) -> None:
-        """Close the file, and withdraw a request that was not met."""
-        self._page.stacks_wanted = 0
-        os.close(self._file)
 
 
 class Watchdog:

@@ -134,7 +134,7 @@ def _synchronize(torch: Any, device: str) -> None:
 
 
 def _ask_nvidia_smi() -> str | None:
-    """Return what nvidia-smi reports about ECC errors and throttling. None: there is no nvidia-smi that answers."""
+    """Return a sentence on ECC errors and throttling. None: nvidia-smi is missing or does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

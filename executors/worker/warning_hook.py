@@ -1,7 +1,7 @@
 """Collects the warnings of a replica, from `warnings.warn` and from loggers. No other module collects warnings.
 
 The hook does not change where a warning is shown: by the handlers that the user configured, or on stderr. The hook also
-    adds the warning to the attempt's `WarningLog`. It does not import `logging` itself, because replicas start faster
+adds the warning to the attempt's `WarningLog`. It does not import `logging` itself, because replicas start faster
 without it.
 """
 

@@ -1,10 +1,10 @@
 """The rank's part of the watchdog: it writes beats and ticks to the shared page, and handles the supervisor's two
 signals. The process of a command that reports for its replica takes this part over from the worker.
 
-On request, the thread that beats dumps the stacks of all threads. While a call holds the GIL, that thread stands still,
-and the supervisor sends the first signal: its handler dumps the stacks without the GIL. If other threads run Python
-code at that time, such a dump reads memory that they change, and may end the process. So the signal is the second
-choice. At the second signal, `HangError` is raised in the main thread.
+If the supervisor asks for it, the thread that beats dumps the stacks of all threads. While a call holds the GIL, that
+thread waits, and the supervisor sends the first signal: its handler dumps the stacks without the GIL. If other threads
+run Python code at that time, such a dump reads memory that they change, and may end the process. So the signal is the
+second choice. At the second signal, `HangError` is raised in the main thread.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _beat(page: SharedPage) -> None:
             # The supervisor cannot see that the descriptor is now another file. A dump would be written into that file.
             page.stacks_file, mine = -1, None
         if page.stacks_wanted:
-            with contextlib.suppress(ValueError):  # there is no file
+            with contextlib.suppress(ValueError):  # the number of the file is -1
                 faulthandler.dump_traceback(int(page.stacks_file), all_threads=True)
             page.stacks_wanted = 0
         if page.tick != ticked_at:  # no new call while the main thread has not made the last one

@@ -32,7 +32,7 @@ def test_containers_of_pythons_own_image_install_torch_and_of_other_images_no_on
     for requirements in (["numpy==2.2.0", "torch==2.13.0"], ["torch"], ["torch[opt]>=2"]):
         assert executor.installation_note(requirements) == said
     assert executor.installation_note(["torchvision", "./torch"]) == "", (
-        "neither requirement is torch, so there is no note"
+        "neither requirement is torch, so no note is shown"
     )
     assert executor.check_image() == ((EACH_INSTALLS, WITH_TORCH) if is_pythons else None)
 

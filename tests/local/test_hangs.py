@@ -31,7 +31,7 @@ from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
 from executors.run.run import view_of
 from executors.supervisor import watchdog
-from executors.supervisor.watchdog import StacksRequest
+from executors.supervisor.stacks_request import StacksRequest
 from executors.testing.helpers import eventually
 from executors.worker.watched import STACKS_NAME, start_watch
 

@@ -236,20 +236,22 @@ def test_a_blocked_round_names_the_object_and_continues_after_its_deletion(tmp_p
     forged = "otter/diloco/main/r2/contribution/0"
     args = {"steps": 4, "forged": forged}
     run = launch(PLAIN, train_alone, 1, args=args, signed=True, run_id="otter", rendezvous=tmp_path / "a run's")
-    eventually(lambda: run.status().standstills, "the round stands still", within_s=60)
+    eventually(lambda: run.status().standstills, "the round makes no progress", within_s=60)
     (line,) = run.status().standstills
     assert line.startswith(
-        f"Round 3 stands still: the object '{forged}' was made without the run's key, or is damaged."
+        f"Round 3 makes no progress: the object '{forged}' was made without the run's key, or is damaged."
     )
     told = " ".join(Folder(tmp_path).replicas("status", run.url).stdout.split())
-    assert "Round 3 stands still" in told
+    assert "Round 3 makes no progress" in told
     waited = Folder(tmp_path).replicas("wait", run.url, "--timeout", "1s")
     assert (waited.code, line in " ".join(waited.stdout.split())) == (124, True), waited
-    assert "Round 3 stands still" in run.report(tmp_path / "page.html").read_text()
+    assert "Round 3 makes no progress" in run.report(tmp_path / "page.html").read_text()
     subprocess.run(line.partition("Delete it: ")[2], shell=True, check=True)
     assert run.results() == [4], "the contribution is sent again after the forged object was deleted"
     assert run.status().standstills == []
-    assert any("Round 3 stands still" in each.text for each in run.warnings()), "the warnings still have the standstill"
+    assert any("Round 3 makes no progress" in each.text for each in run.warnings()), (
+        "the warnings still have the standstill"
+    )
 
 
 def test_the_last_line_of_a_run_that_a_forged_seal_ended_names_the_object_to_delete_before_a_resume(

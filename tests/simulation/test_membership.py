@@ -269,7 +269,7 @@ def test_a_head_start_counts_for_one_round() -> None:
 
 def test_the_runs_step_is_that_of_its_newest_entry_and_at_most_a_phase_more() -> None:
     phase = stepped(Phase(RoundPlan(steps_per_entry=10, total_steps=25), lambda: 0.0), 14)
-    assert phase.run_step == 10, "the step of the run is that of the newest entry"
+    assert phase.run_step == 10, "the run has the step of the newest entry"
     phase.advance_after_catch_up(1, 0, 0.0)
     assert 10 <= phase.run_step <= 20
     phase.advance_in_phase(1, 0.0)

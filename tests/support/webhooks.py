@@ -23,6 +23,8 @@ class Webhook:
     messages: list[dict[str, Any]] = field(default_factory=list)
     requests: list[tuple[str, str]] = field(default_factory=list)
     """The method and the path of each request."""
+    logins: list[str] = field(default_factory=list)
+    """The header `Authorization` of each request that has one."""
     answers: list[str] = field(default_factory=list)
     """How the next requests are answered, in turn: `ok`, `slow`, a status code, `close`, `hang`, or `redirect URL`."""
     always: str = "ok"
@@ -51,6 +53,7 @@ def webhook() -> Iterator[Webhook]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             found.requests.append(("POST", self.path))
+            found.logins += self.headers.get_all("Authorization", [])
             how = found.answers.pop(0) if found.answers else found.always
             data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             if how == "slow":

@@ -85,7 +85,7 @@ def test_a_run_from_another_run_begins_with_the_newest_anchor_and_momentum_at_st
     assert all(torch.equal(values, anchor[name]) for name, values in other.state_dict().items())
     for outer, before in zip(new._model_state.anchor.outer, momentum, strict=True):
         assert torch.equal(outer.state_dict()["momentum"], before)
-    assert new._settings.warmup == 0, "there is no ramp, because it would remove the momentum in the first round"
+    assert new._settings.warmup == 0, "a ramp would remove the momentum in the first round"
     train(new, other, 8).close()
     assert new.is_over
     assert read_model(ModelSource(store=store, run_id="new")).step == 8

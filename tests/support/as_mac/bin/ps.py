@@ -14,7 +14,7 @@ def of_status(pid: str, name: str) -> str:
 
 
 def column(name: str, pid: str, stat: list[str], began: float) -> str:
-    """Return a column of a process. The names are those of macOS."""
+    """Return a column of a process, by the name that macOS gives it."""
     match name:
         case "sigignore=":
             return of_status(pid, "SigIgn")
