@@ -150,7 +150,7 @@ class Round(Record):
 
     @property
     def late_share(self) -> float:
-        """The share of `wait_s`, `move_s`, `reduce_s` and `step_s` in which training stood still."""
+        """The share of `wait_s`, `move_s`, `reduce_s` and `step_s` in which training waited."""
         return min(1.0, self.round_s / self._parts_s) if self._parts_s else 0.0
 
     @property

@@ -227,7 +227,7 @@ class Spare:
             if beat is None:
                 self._beats.forget(rank)
             elif self._beats.note(rank, (attempt.number, beat)) >= self._lost_after_s:
-                lost[rank] = attempt.record_lost(f"its heartbeat has stood still for {self._lost_after_s:g} s")
+                lost[rank] = attempt.record_lost(f"its heartbeat has not changed for {self._lost_after_s:g} s")
                 self._lost.add((rank, attempt.number))
         return lost
 

@@ -263,7 +263,7 @@ def test_the_last_line_of_a_run_that_a_forged_seal_ended_names_the_object_to_del
     ended = Folder(tmp_path).replicas("wait", run.url)
     said, path = " ".join(ended.stdout.split()), tmp_path / "runs" / "otter/diloco/main/seal/2"
     assert ended.code == 1
-    assert "Round 3 stood still when the replica ended" in said
+    assert "Round 3 made no progress when the replica ended" in said
     assert f"Delete it: rm {path}" in said
     path.unlink()
     assert resume(run).results() == [4]

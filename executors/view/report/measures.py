@@ -147,7 +147,7 @@ class Measures:
 
 
 def _waiting_s(rounds: Sequence[Round]) -> float:
-    """Return the seconds that training stood still because other replicas were late."""
+    """Return the seconds that training waited because other replicas were late."""
     return sum(row.wait_s * row.late_share for row in rounds)
 
 

@@ -81,7 +81,7 @@ def test_a_spare_leaves_a_rank_with_heartbeats_and_takes_over_a_rank_without() -
     lost, handle = scene.attempt(1).outcome(), scene.attempt(1, 1).handle("modal")
     assert lost is not None
     assert lost.reason == "lost"
-    assert "was lost: its heartbeat has stood still for 60 s and it left no outcome" in str(lost.error)
+    assert "was lost: its heartbeat has not changed for 60 s and it left no outcome" in str(lost.error)
     assert handle is not None
     assert (handle.rank, handle.metadata["job"], handle.metadata["attempt"]) == (1, {"id": "job-0"}, 1)
 
