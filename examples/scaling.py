@@ -289,6 +289,78 @@ def held_out_loss(model: ByteTransformer) -> float:
     return sum(losses) / len(losses)
 
 
+class Replicas:
+    """All replicas of a run, in this process. They take turns at inner steps, and count each step at the same time.
+
+    Args:
+        plan: the run.
+        kept: the state of an earlier process, from `state`. Empty: the run begins.
+        at_once: a thread for each replica, because in a round replicas wait for each other.
+    """
+
+    def __init__(self, plan: Plan, kept: dict[str, Any], at_once: ThreadPoolExecutor) -> None:
+        self._plan, self._at_once = plan, at_once
+        together = plan.way != "diloco"
+        self._learners = [Learner(plan, [*range(plan.n)])] if together else [Learner(plan, [n]) for n in range(plan.n)]
+        for learner, state in zip(self._learners, kept.get("learners", []), strict=False):
+            learner.load(state)
+        self._store = MemoryStore()
+        for key, data in kept.get("objects", {}).items():
+            self._store.put(key, data.numpy().tobytes())
+        self._dilocos = [] if together else list(at_once.map(self._open, range(plan.n)))
+        self.bytes_up, self.bytes_down = kept.get("bytes_up", 0), kept.get("bytes_down", 0)
+
+    def _open(self, rank: int) -> DiLoCo:
+        plan = self._plan
+        wire, _, mean = plan.wire.partition(",")
+        return DiLoCo(
+            self._learners[rank].model,
+            inner_steps=plan.inner_steps,
+            total_steps=plan.steps,
+            wire=wire,
+            mean_wire=mean or None,
+            store=self._store,
+            run_id="scaling",
+            rank=rank,
+            world_size=plan.n,
+        )
+
+    def are_averaged(self, step: int) -> bool:
+        """Return True if all replicas have the same parameters after a number of steps."""
+        return not self._dilocos or step % self._plan.inner_steps == 0 or step == self._plan.steps
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the averaged parameters."""
+        return self._dilocos[0].anchor() if self._dilocos else self._learners[0].model.state_dict()
+
+    def step(self, step: int) -> None:
+        """Make one inner step in each replica, and the round that is due after it."""
+        for learner in self._learners:
+            learner.step(step)
+        for report in self._at_once.map(DiLoCo.step, self._dilocos):
+            if report is not None:
+                assert len(report.ranks) == self._plan.n, f"a replica is not in the round: {report}"
+                self.bytes_up += report.bytes_up
+                self.bytes_down += report.bytes_down
+
+    def state(self) -> dict[str, Any]:
+        """Return all that a later process needs to continue after a round."""
+        return {
+            "learners": [learner.state() for learner in self._learners],
+            "objects": {
+                entry.key: torch.frombuffer(bytearray(self._store.get(entry.key)), dtype=torch.uint8)
+                for entry in self._store.list("")
+                if entry.size_bytes
+            },
+            "bytes_up": self.bytes_up,
+            "bytes_down": self.bytes_down,
+        }
+
+    def close(self) -> None:
+        """End the run."""
+        list(self._at_once.map(DiLoCo.close, self._dilocos))
+
+
 def train(plan: Plan, folder: Path | None = None, save_every_s: float = SAVE_EVERY_S) -> Trained:
     """Carry out a run.
 
@@ -300,77 +372,33 @@ def train(plan: Plan, folder: Path | None = None, save_every_s: float = SAVE_EVE
     torch.set_num_threads(1)
     checkpoint = Checkpoint(None if folder is None else folder / f"{plan.name}.pt", save_every_s)
     kept = checkpoint.read() or {}
-    first, before_s = kept.get("step", 0), kept.get("cpu_s", 0.0)
     curve = [(int(step), float(loss)) for step, loss in kept.get("curve", [])]
-    moved = [int(value) for value in kept.get("moved", [0, 0])]
     interruptions = kept.get("interruptions", -1) + 1
-    groups = [[rank] for rank in range(plan.n)] if plan.way == "diloco" else [[*range(plan.n)]]
-    learners = [Learner(plan, ranks) for ranks in groups]
-    for learner, state in zip(learners, kept.get("learners", []), strict=False):
-        learner.load(state)
     evaluated = SIZES[plan.size].model(plan.seed)
     every = max(1, plan.steps // N_EVALUATIONS)
-    began_s = time.process_time()
-    store = MemoryStore()
-    for key, data in kept.get("objects", {}).items():
-        store.put(key, data.numpy().tobytes())
-    with ThreadPoolExecutor(plan.n) as at_once:  # in a round, replicas wait for each other
-        replicas: list[DiLoCo] = []
-        if plan.way == "diloco":
-            wire, _, mean = plan.wire.partition(",")
-            shared: dict[str, Any] = {
-                "inner_steps": plan.inner_steps,
-                "total_steps": plan.steps,
-                "wire": wire,
-                "mean_wire": mean or None,
-                "store": store,
-                "run_id": "scaling",
-                "world_size": plan.n,
-            }
-            replicas = list(at_once.map(lambda rank: DiLoCo(learners[rank].model, rank=rank, **shared), range(plan.n)))
-            assert all(each.inner_step == first for each in replicas), [each.inner_step for each in replicas]
-        due = min(curve[-1][0] + every, plan.steps) if curve else 0
-        for step in range(first, plan.steps + 1):
-            is_boundary = not replicas or step % plan.inner_steps == 0 or step == plan.steps
-            if step >= due and is_boundary:
-                averaged = replicas[0].anchor() if replicas else learners[0].model.state_dict()
-                evaluated.load_state_dict(averaged, strict=False)
-                curve.append((step, held_out_loss(evaluated)))
-                due = min(step + every, plan.steps)
-            if step == plan.steps:
-                break
-            if is_boundary and checkpoint.is_due:
-                objects = {
-                    entry.key: torch.frombuffer(bytearray(store.get(entry.key)), dtype=torch.uint8)
-                    for entry in store.list("")
-                    if entry.size_bytes
-                }
-                checkpoint.write({
-                    "step": step,
-                    "cpu_s": before_s + time.process_time() - began_s,
-                    "curve": curve,
-                    "moved": moved,
-                    "interruptions": interruptions,
-                    "learners": [learner.state() for learner in learners],
-                    "objects": objects,
-                })  # fmt: skip
-            for learner in learners:
-                learner.step(step)
-            for report in at_once.map(DiLoCo.step, replicas):
-                if report is not None:
-                    assert len(report.ranks) == plan.n, f"a replica is not in the round: {report}"
-                    moved[0] += report.bytes_up
-                    moved[1] += report.bytes_down
-        list(at_once.map(DiLoCo.close, replicas))
+    cpu_s = kept.get("cpu_s", 0.0) - time.process_time()
+    with ThreadPoolExecutor(plan.n) as at_once:
+        replicas = Replicas(plan, kept, at_once)
+        for step in range(kept.get("step", 0), plan.steps + 1):
+            if replicas.are_averaged(step):
+                if not curve or step >= min(curve[-1][0] + every, plan.steps):
+                    evaluated.load_state_dict(replicas.parameters(), strict=False)
+                    curve.append((step, held_out_loss(evaluated)))
+                if checkpoint.is_due:
+                    own = {"step": step, "curve": curve, "interruptions": interruptions}
+                    checkpoint.write({**replicas.state(), **own, "cpu_s": cpu_s + time.process_time()})
+            if step < plan.steps:
+                replicas.step(step)
+        replicas.close()
     checkpoint.remove()
     return Trained(
         plan=plan,
         n_parameters=sum(p.numel() for p in evaluated.parameters()),
         tokens=plan.n * plan.steps * BATCH * SIZES[plan.size].context,
         curve=curve,
-        bytes_up=moved[0] // plan.n,
-        bytes_down=moved[1] // plan.n,
-        cpu_s=round(before_s + time.process_time() - began_s, 1),
+        bytes_up=replicas.bytes_up // plan.n,
+        bytes_down=replicas.bytes_down // plan.n,
+        cpu_s=round(cpu_s + time.process_time(), 1),
         interruptions=interruptions,
         corpus=corpus().digest,
         machine=machine(),
@@ -381,9 +409,8 @@ def machine() -> str:
     """Return the processor and the versions, for the results."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{processor or platform.processor() or platform.machine()}, Python {platform.python_version()}, " + (
-        f"torch {torch.__version__}"
-    )
+    name = processor or platform.processor() or platform.machine()
+    return f"{name}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 # -- the grid ----------------------------------------------------------------------------------------------------------
