@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from executors.replica.shared_page import SharedPage
 
-OLD_S = 2.5  # a rank beats and ticks once a second
+HELD_S = 1.0
+"""If a rank has not beaten for this long, a call probably holds the GIL. It beats four times a second."""
 READ_LIMIT_S = 3.0  # a dump takes milliseconds, and begins late on a loaded machine
 MAX_STACKS = 1 << 20
 
@@ -29,7 +30,7 @@ class StacksRequest:
 
     def __init__(self, page: SharedPage, file: int, now: float, send_signal: Callable[[], object]) -> None:
         self._page, self._file, self._send_signal = page, file, send_signal
-        self._asked_at = now if now - page.beat <= OLD_S else -math.inf
+        self._asked_at = now if now - page.beat <= HELD_S else -math.inf
         self._signalled_at: float | None = None
         self._size = -1
         page.stacks_wanted = 1
@@ -44,7 +45,7 @@ class StacksRequest:
         if self._signalled_at is None:
             if not page.stacks_wanted:
                 return True
-            if now - max(page.beat, self._asked_at) > OLD_S:
+            if now - max(page.beat, self._asked_at) > HELD_S:
                 page.stacks_wanted = 0
                 os.ftruncate(self._file, 0)
                 self._send_signal()

@@ -21,7 +21,7 @@ from executors.replica.shared_page import ATOMIC_LIMIT_S, STEPS, SharedPage
 from executors.settings.policy import DEFAULT_START_S, HangLimits
 from executors.settings.run_spec import RunSpec
 from executors.supervisor.activity import ActivityMeter
-from executors.supervisor.stacks_request import OLD_S, StacksRequest
+from executors.supervisor.stacks_request import StacksRequest
 from executors.worker.failure import is_users_file
 from executors.worker.watched import STACKS_NAME
 
@@ -29,6 +29,7 @@ N_TO_LEARN = 6  # intervals of a section that are needed before its idle limit i
 LONGEST_TIMES = 5.0  # a learned limit is this many times the longest interval so far
 LATE_TICK_S = 15.0  # on a loaded machine a tick may be this late
 LOOK_S = 1.0
+OLD_S = 2.5  # a rank ticks once a second
 # A dump takes milliseconds, and a second dump shows whether a call is stuck or slow.
 READ_S, AGAIN_S = 0.1, 1.0
 BUSY = 0.05  # the share of a core from which a rank counts as active

@@ -28,7 +28,7 @@ from executors.process.lasting_threads import start_lasting_thread
 from executors.replica.shared_page import SharedPage
 
 STACKS_NAME = "replicas-stacks"
-BEAT_S = 1.0
+BEAT_S, TICK_S = 0.25, 1.0
 AGAIN_AFTER_S = 0.01  # a callback that ignored the exception has ended by then
 
 _page: SharedPage | None = None
@@ -100,7 +100,7 @@ def end_watch(page: SharedPage) -> None:
 
 
 def _beat(page: SharedPage) -> None:
-    """Beat once a second, and ask the main thread to tick."""
+    """Beat and look for a request several times a second, and ask the main thread to tick once a second."""
 
     def tick(_: object) -> int:
         page.tick = monotonic()
@@ -119,7 +119,7 @@ def _beat(page: SharedPage) -> None:
                 continue
             page.stacks_file, page.main_thread = own
             page.watched = 0
-        page.beat = monotonic()
+        page.beat = now = monotonic()
         if mine is not None and not _is_file(page.stacks_descriptor, mine):
             # The supervisor cannot see that the descriptor is now another file. A dump would be written into that file.
             page.stacks_file, mine = -1, None
@@ -127,7 +127,8 @@ def _beat(page: SharedPage) -> None:
             with contextlib.suppress(ValueError):  # the number of the file is -1
                 faulthandler.dump_traceback(int(page.stacks_file), all_threads=True)
             page.stacks_wanted = 0
-        if page.tick != ticked_at:  # no new call while the main thread has not made the last one
+        # There is no new call while the main thread has not made the last one.
+        if page.tick != ticked_at and now - page.tick >= TICK_S:
             ticked_at = page.tick
             add(called, None)
         pause.acquire(timeout=BEAT_S)
