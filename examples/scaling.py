@@ -1,17 +1,26 @@
 """Measures how DiLoCo scales with the size of the model. It makes docs/results/scaling.json.
 
     python examples/scaling.py --lines scaling.jsonl --sizes 0.14M 1M               # 36 runs, about 5 hours of a core
-    python examples/scaling.py --lines scaling.jsonl --sizes 10M --replicas 4 --inner-steps 50
+    python examples/scaling.py --lines scaling.jsonl --sizes 10M --replicas 4 --inner-steps 50 --pretrained 300
     python examples/scaling.py --lines scaling.jsonl --write docs/results/scaling.json --no-more
 
 Each run trains a byte-level transformer on Python sources of this machine. A run is one replica alone, data-parallel
-training on the batches of N replicas, or DiLoCo with its default outer settings. All see the same number of tokens for
-each replica, and the held-out loss is measured a dozen times.
+training on the batches of N replicas, or DiLoCo. All see the same number of tokens for each replica, and the held-out
+loss is measured eight times.
+
+With `--pretrained STEPS`, a run of DiLoCo branches from the data-parallel run of the same batches after this number of
+steps. `--steps` and the learning rate cover the steps before and after it. Each replica begins with the moments of
+AdamW, too, as after `torch.load` of a checkpoint. So the data-parallel run of all steps is the run to compare with. A
+data-parallel run keeps its state at the branch, and all ways share it.
 
 One process plays all replicas of a run: they take turns, and exchange averages by `DiLoCo` in the memory of the
 process. Each finished run is one line of the file that `--lines` names. A run that is interrupted continues at its last
 checkpoint, in the file beside it. The wires keep a rest of what they have rounded. After an interruption the rest is
 zero, so a line has the number of interruptions.
+
+`--finished docs/results/scaling.json` continues the published runs: a run on the same text is not repeated, and
+`--write` keeps all of them. The text depends on the installed packages. With other packages, the runs of your grid are
+made again, and the page compares only runs on the same text.
 """
 
 from __future__ import annotations
@@ -26,10 +35,12 @@ import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -43,12 +54,13 @@ from executors.store import MemoryStore
 Way = Literal["alone", "data-parallel", "diloco"]
 CORPUS_BYTES, SMALLEST_FILE, HELD_OUT = 80 << 20, 1 << 10, 50
 """The bytes of text to read, the bytes of a file to read, and N: one of N files is held out."""
+COMMAND = "python examples/scaling.py --lines scaling.jsonl --write docs/results/scaling.json"
 BATCH = 8  # windows in a batch of one replica
 WARMUP, FLOOR = (
     0.05,
     0.1,
 )  # the share of steps in which the learning rate rises, and the share of it that is left at the end
-N_EVALUATIONS = 12
+N_EVALUATIONS = 8
 SAVE_EVERY_S = 120.0
 
 
@@ -97,6 +109,8 @@ class Plan:
         wire: the encoding of contributions. Empty: there are no rounds.
         seed: the seed of the model and of the batches.
         steps: inner steps of each replica.
+        pretrained: the first of these steps that are data-parallel in a run of DiLoCo, as in the papers on DiLoCo.
+        outer: the outer learning rate and momentum with a comma between them. Empty: the defaults of DiLoCo.
     """
 
     size: str
@@ -106,10 +120,21 @@ class Plan:
     wire: str
     seed: int
     steps: int
+    pretrained: int = 0
+    outer: str = ""
 
     @property
     def name(self) -> str:
-        return "-".join(str(value) for value in asdict(self).values() if value not in ("", 0)).replace(",", "_")
+        """Return a name for files and messages."""
+        parts = [self.size, self.way, self.n, self.inner_steps, self.wire, self.seed, self.steps]
+        name = "-".join(str(value) for value in parts if value not in ("", 0)).replace(",", "_")
+        after = f"-after-{self.pretrained}" if self.pretrained else ""
+        return name + after + (f"-outer-{self.outer.replace(',', '_')}" if self.outer else "")
+
+    @property
+    def pretraining(self) -> Plan:
+        """Return the data-parallel run that this run branches from."""
+        return replace(self, way="data-parallel", inner_steps=0, wire="", pretrained=0, outer="")
 
 
 @dataclass(frozen=True)
@@ -313,12 +338,16 @@ class Replicas:
     def _open(self, rank: int) -> DiLoCo:
         plan = self._plan
         wire, _, mean = plan.wire.partition(",")
+        outer_lr, outer_momentum = map(float, plan.outer.split(",")) if plan.outer else (None, None)
         return DiLoCo(
             self._learners[rank].model,
             inner_steps=plan.inner_steps,
-            total_steps=plan.steps,
+            total_steps=plan.steps - plan.pretrained,
+            min_quorum=plan.n,  # under load a replica may come late to its first round after an interruption
             wire=wire,
             mean_wire=mean or None,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
             store=self._store,
             run_id="scaling",
             rank=rank,
@@ -327,7 +356,8 @@ class Replicas:
 
     def are_averaged(self, step: int) -> bool:
         """Return True if all replicas have the same parameters after a number of steps."""
-        return not self._dilocos or step % self._plan.inner_steps == 0 or step == self._plan.steps
+        plan = self._plan
+        return not self._dilocos or (step - plan.pretrained) % plan.inner_steps == 0 or step == plan.steps
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the averaged parameters."""
@@ -361,17 +391,54 @@ class Replicas:
         list(self._at_once.map(DiLoCo.close, self._dilocos))
 
 
-def train(plan: Plan, folder: Path | None = None, save_every_s: float = SAVE_EVERY_S) -> Trained:
+def branch_path(plan: Plan, step: int, folder: Path) -> Path:
+    """Return the file with the state of a data-parallel run after a number of steps."""
+    return folder / f"{plan.name}.branch-{step}.pt"
+
+
+def pretrained(plan: Plan, folder: Path | None, save_every_s: float) -> dict[str, Any]:
+    """Return the state in which the replicas of a plan begin. Without pretraining it is empty.
+
+    Each replica begins with the parameters and AdamW moments of the data-parallel run, and continues its own stream of
+    batches. So the data-parallel run of all steps is the continuation to compare with, to the last bit.
+
+    Args:
+        plan: the run.
+        folder: the folder that keeps the state for other plans. None: it is computed each time.
+        save_every_s: the least number of seconds between two checkpoints.
+    """
+    if not plan.pretrained:
+        return {}
+    with TemporaryDirectory() as passing:
+        path = branch_path(plan.pretraining, plan.pretrained, folder or Path(passing))
+        if not path.exists():
+            train(plan.pretraining, path.parent, save_every_s, branches=[plan.pretrained], until=plan.pretrained)
+        kept: dict[str, Any] = torch.load(path, weights_only=True)
+    learner = kept["learners"][0]
+    each = [{**learner, "generators": [generator]} for generator in learner["generators"]]
+    return {"step": kept["step"], "curve": kept["curve"], "learners": each}
+
+
+def train(
+    plan: Plan,
+    folder: Path | None = None,
+    save_every_s: float = SAVE_EVERY_S,
+    *,
+    branches: Sequence[int] = (),
+    until: int | None = None,
+) -> Trained:
     """Carry out a run.
 
     Args:
         plan: the run.
         folder: the folder of the checkpoint. None: an interrupted run begins again.
         save_every_s: the least number of seconds between two checkpoints.
+        branches: the steps at which a data-parallel run keeps its state for runs that it pretrains.
+        until: the step at which to stop. The folder then keeps the checkpoint of this step. None: the last step.
     """
     torch.set_num_threads(1)
     checkpoint = Checkpoint(None if folder is None else folder / f"{plan.name}.pt", save_every_s)
-    kept = checkpoint.read() or {}
+    kept = checkpoint.read() or pretrained(plan, folder, save_every_s)
     curve = [(int(step), float(loss)) for step, loss in kept.get("curve", [])]
     interruptions = kept.get("interruptions", -1) + 1
     evaluated = SIZES[plan.size].model(plan.seed)
@@ -384,13 +451,18 @@ def train(plan: Plan, folder: Path | None = None, save_every_s: float = SAVE_EVE
                 if not curve or step >= min(curve[-1][0] + every, plan.steps):
                     evaluated.load_state_dict(replicas.parameters(), strict=False)
                     curve.append((step, held_out_loss(evaluated)))
-                if checkpoint.is_due:
-                    own = {"step": step, "curve": curve, "interruptions": interruptions}
-                    checkpoint.write({**replicas.state(), **own, "cpu_s": cpu_s + time.process_time()})
+                state = {"step": step, "curve": curve, "interruptions": interruptions}
+                if step in branches and folder is not None:
+                    Checkpoint(branch_path(plan, step, folder), 0.0).write({**replicas.state(), **state})
+                if checkpoint.is_due or step == until:
+                    checkpoint.write({**replicas.state(), **state, "cpu_s": cpu_s + time.process_time()})
+            if step == until:
+                break
             if step < plan.steps:
                 replicas.step(step)
         replicas.close()
-    checkpoint.remove()
+    if until is None:
+        checkpoint.remove()
     return Trained(
         plan=plan,
         n_parameters=sum(p.numel() for p in evaluated.parameters()),
@@ -428,24 +500,51 @@ def grid(chosen: argparse.Namespace) -> Iterator[Plan]:
                 for inner_steps in chosen.inner_steps:
                     wires = chosen.wires if (n, inner_steps) == (chosen.wires_n, chosen.wires_inner_steps) else ["fp32"]
                     for wire in wires:
-                        yield Plan(size, "diloco", n, inner_steps, wire, seed, steps)
+                        for after, outer in product(chosen.pretrained, chosen.outer):
+                            yield Plan(size, "diloco", n, inner_steps, wire, seed, steps, after, outer)
 
 
-def read_lines(path: Path) -> dict[Plan, Trained]:
-    """Return the finished runs of a file with one run in each line."""
-    found = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        row = json.loads(line)
-        plan = Plan(**row.pop("plan"))
-        curve = [(int(step), float(loss)) for step, loss in row.pop("curve")]
-        found[plan] = Trained(plan=plan, curve=curve, **row)
-    return found
+def read_runs(path: Path) -> list[Trained]:
+    """Return the finished runs of a file: one run in each line, or the document that `--write` makes."""
+    text = path.read_text() if path.exists() else ""
+    rows = json.loads(text)["runs"] if path.suffix == ".json" and text else map(json.loads, text.splitlines())
+    return [
+        Trained(
+            plan=Plan(**row["plan"]),
+            curve=[(int(step), float(loss)) for step, loss in row["curve"]],
+            **{name: value for name, value in row.items() if name not in ("plan", "curve")},
+        )
+        for row in rows
+    ]
+
+
+def document(runs: Sequence[Trained]) -> dict[str, Any]:
+    """Return the content of `docs/results/scaling.json`: the command and all runs."""
+    ordered = sorted(runs, key=lambda run: (run.n_parameters, run.plan.name, run.corpus))
+    return {"command": COMMAND, "runs": [asdict(run) for run in ordered]}
+
+
+def carried_out(plans: Sequence[Plan], folder: Path, processes: int, branches: Sequence[int]) -> Iterator[Trained]:
+    """Carry out runs, and yield each when it has ended.
+
+    Args:
+        plans: the runs.
+        folder: the folder of checkpoints.
+        processes: the number of runs at a time.
+        branches: the steps at which data-parallel runs keep their state for runs that they pretrain.
+    """
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(train, plan, folder, branches=branches) for plan in plans]):
+            yield done.result()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Measure how DiLoCo scales with the size of the model.")
     parser.add_argument(
         "--lines", type=Path, required=True, metavar="FILE", help="the finished runs, one line for each"
+    )
+    parser.add_argument(
+        "--finished", type=Path, metavar="FILE", help="a file of --write; its runs on the same text are not repeated"
     )
     parser.add_argument("--sizes", nargs="+", default=[*SIZES], choices=[*SIZES], help="default: all")
     parser.add_argument("--replicas", nargs="+", type=int, default=[2, 4, 8], metavar="N", help="default: 2, 4 and 8")
@@ -463,27 +562,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--wires-inner-steps", type=int, default=50, metavar="H", help="default: 50")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 to N - 1; default: 1")
     parser.add_argument("--steps", type=int, metavar="N", help="inner steps of each replica; default: by size")
+    parser.add_argument(
+        "--pretrained",
+        nargs="+",
+        type=int,
+        default=[0],
+        metavar="STEPS",
+        help="the first steps that are data-parallel in runs of DiLoCo, one run for each value; default: 0",
+    )
+    parser.add_argument(
+        "--outer",
+        nargs="+",
+        default=[""],
+        metavar="LR,MOMENTUM",
+        help="outer learning rate and momentum, one run for each value; default: those of DiLoCo",
+    )
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at a time; default: 1")
     parser.add_argument("--no-more", action="store_true", help="start no run")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write all finished runs to this file")
     chosen = parser.parse_args(arguments)
-    found = read_lines(chosen.lines)
-    left = [] if chosen.no_more else [plan for plan in grid(chosen) if plan not in found]
-    if left and (others := {run.corpus for run in found.values()} - {corpus().digest}):
-        sys.exit(f"{chosen.lines} has runs on another text ({', '.join(others)}). Choose another file for --lines.")
-    if left:
+    finished = [*read_runs(chosen.lines), *(read_runs(chosen.finished) if chosen.finished else ())]
+    found = {(run.plan, run.corpus): run for run in finished}
+    if not chosen.no_more:
         folder = chosen.lines.with_suffix(".checkpoints")
         folder.mkdir(exist_ok=True)
-        with ProcessPoolExecutor(chosen.processes, get_context("spawn")) as pool:
-            for done in as_completed([pool.submit(train, plan, folder) for plan in left]):
-                run = done.result()
-                found[run.plan] = run
+        left = [plan for plan in grid(chosen) if (plan, corpus().digest) not in found]
+        # Data-parallel runs come first, because they keep the states from which pretrained runs begin.
+        for is_first in (True, False):
+            plans = [plan for plan in left if (plan.way != "diloco") == is_first]
+            for run in carried_out(plans, folder, chosen.processes, [step for step in chosen.pretrained if step]):
+                found[run.plan, run.corpus] = run
                 with chosen.lines.open("a") as file:
                     file.write(json.dumps(asdict(run)) + "\n")
                 print(f"{run.plan.name}: {run.loss:.4f} in {run.cpu_s:.0f} s", file=sys.stderr, flush=True)
     if chosen.write is not None:
-        runs = [asdict(run) for _, run in sorted(found.items(), key=lambda pair: pair[0].name)]
-        chosen.write.write_text(json.dumps(runs, indent=1) + "\n")
+        chosen.write.write_text(json.dumps(document([*found.values()]), indent=1) + "\n")
 
 
 if __name__ == "__main__":

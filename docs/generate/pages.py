@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from docs.generate import api, command, decisions, json_documents, metrics, outcomes, stored_keys
+from docs.generate import api, command, decisions, json_documents, metrics, outcomes, results, scaling, stored_keys
 from executors.cli import documents
 
 FOLDER = Path(__file__).parents[1]
@@ -72,6 +72,8 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "reference/stored-keys.md": stored_keys.stored_keys_page,
     "reference/metrics.md": metrics.metrics_page,
     "explanation/decisions.md": decisions.decisions_page,
+    "results/index.md": results.results_page,
+    **scaling.PICTURES,
     **{f"json/{kind.name}.schema.json": partial(json_documents.schema_text, kind) for kind in documents.KINDS},
 }
 """Each generated page, relative to `docs/`, and the function that returns its text."""

@@ -92,3 +92,42 @@ def test_an_interrupted_run_continues_at_its_checkpoint_with_the_same_bits(
     continued = scaling.train(plan, tmp_path)
     assert (continued.curve, continued.interruptions) == (whole.curve, 1)
     assert list(tmp_path.iterdir()) == []
+
+
+PRETRAINED = {"pretrained": 4}
+
+
+def test_a_pretrained_run_begins_where_the_data_parallel_run_was_and_shares_its_state(tmp_path: Path) -> None:
+    scaling = load_example("scaling.py")
+    plan = a_plan(**PRETRAINED)
+    whole = scaling.train(plan.pretraining, tmp_path, branches=[plan.pretrained])
+    shared = tmp_path.joinpath(*(path.name for path in tmp_path.iterdir()))
+    written_at = shared.stat().st_mtime_ns
+    branched = scaling.train(plan, tmp_path)
+    before = [point for point in whole.curve if point[0] <= plan.pretrained]
+    assert before == [point for point in branched.curve if point[0] <= plan.pretrained] != []
+    assert branched.loss != whole.loss
+    assert (shared.stat().st_mtime_ns, [*tmp_path.iterdir()]) == (written_at, [shared])
+
+
+def test_a_data_parallel_run_continues_from_its_pretraining_with_the_same_bits(tmp_path: Path) -> None:
+    scaling = load_example("scaling.py")
+    plan = a_plan(**PRETRAINED)
+    alone = scaling.train(plan)
+    assert scaling.train(plan, tmp_path).curve == alone.curve
+    assert scaling.train(plan.pretraining, tmp_path).curve == scaling.train(plan.pretraining).curve
+
+
+def test_the_published_file_has_all_runs_and_none_of_them_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaling = load_example("scaling.py")
+    lines, published, again = tmp_path / "runs.jsonl", tmp_path / "scaling.json", tmp_path / "again.jsonl"
+    runs = [scaling.train(a_plan(way="alone", n=1, inner_steps=0, wire="", steps=2)), scaling.train(a_plan(steps=2))]
+    monkeypatch.setattr(scaling, "carried_out", lambda plans, *_: [run for run in runs if run.plan in plans])
+    grid = ["--sizes", "0.14M", "--replicas", str(N), "--inner-steps", str(INNER_STEPS), "--steps", "2"]
+    scaling.main(["--lines", str(lines), *grid, "--write", str(published)])
+    assert {run.plan for run in scaling.read_runs(published)} == {run.plan for run in runs}
+    scaling.main(["--lines", str(again), "--finished", str(published), *grid, "--write", str(tmp_path / "all.json")])
+    assert (tmp_path / "all.json").read_text() == published.read_text()
+    assert not again.exists()

@@ -1,0 +1,102 @@
+"""The page of results shows the figures of its data files, each with its machine and its command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from docs.generate import results, scaling
+from docs.pictures.drawing import THEMES, WIDTH
+
+DOCUMENT: results.Document = {
+    "title": "What a test costs",
+    "about": "One sentence.",
+    "command": "python -m tests.benchmarks X",
+    "machine": "a processor",
+    "tables": [
+        {
+            "caption": "A table:",
+            "columns": {"n": "replicas", "s": "seconds", "ok": "holds"},
+            "rows": [{"n": 4096, "s": 0.12345, "ok": True}, {"n": 8, "s": None, "ok": False}],
+        }
+    ],
+}
+
+
+def test_a_data_file_with_tables_needs_no_code() -> None:
+    text = results.plain_section(DOCUMENT)
+    assert "| replicas | seconds | holds |\n| --- | --- | --- |\n| 4,096 | 0.123 | yes |\n| 8 |  | no |" in text
+    assert text.startswith("## What a test costs\n\nOne sentence.\n\nA table:")
+    assert "Measured on: a processor. Command: `python -m tests.benchmarks X`." in text
+
+
+def test_each_data_file_has_a_section_with_its_machine_and_its_command() -> None:
+    page, files = results.results_page(), results.data_files()
+    assert page.count("\n## ") == len(files) == page.count("Measured on: ")
+    for path in files.values():
+        assert json.loads(path.read_text())["command"] in page
+
+
+@pytest.mark.parametrize("name", sorted(set(results.data_files()) - set(results.SECTIONS)))
+def test_each_data_file_without_a_function_has_the_keys_of_a_document(name: str) -> None:
+    found = json.loads(results.data_files()[name].read_text())
+    assert set(results.Document.__required_keys__) <= set(found)
+    for each in found["tables"]:
+        assert set(each) == {"caption", "columns", "rows"}
+        assert not {key for row in each["rows"] for key in row} - set(each["columns"])
+
+
+# -- the size of the model ---------------------------------------------------------------------------------------------
+
+
+def a_run(loss: float, **changed: Any) -> scaling.Run:
+    usual = scaling.Run(
+        "0.14M", "diloco", 4, 50, "fp32", 0, 100, 0, "", "text", ((0, 5.0), (50, 3.0), (100, loss)), 400, 137, 9, "here"
+    )
+    return replace(usual, **changed)
+
+
+def data_parallel(loss: float, **changed: Any) -> scaling.Run:
+    return a_run(loss, way="data-parallel", inner_steps=0, wire="", **changed)
+
+
+def test_a_run_is_compared_with_the_data_parallel_run_of_the_same_batches() -> None:
+    run = a_run(2.2)
+    others = [data_parallel(1.0, **{name: value}) for name, value in
+              {"n": 2, "seed": 1, "steps": 200, "corpus": "other", "size": "1M"}.items()]  # fmt: skip
+    assert scaling.above_data_parallel(run, others) is None
+    assert scaling.above_data_parallel(run, [*others, data_parallel(2.0)]) == pytest.approx(10)
+
+
+@pytest.mark.parametrize(
+    ("make", "changed", "row"),
+    [
+        (scaling.by_rounds, {"inner_steps": 10, "n": 2}, "| 0.14M | 100 | none | 2 | +5.0 % |"),
+        (scaling.by_wire, {"wire": "int4"}, "| 0.14M | 100 | none | +5.0 % |"),
+        (scaling.by_outer, {"outer": "0.7,0.9", "pretrained": 50}, "| 0.14M | 100 | 50 | +5.0 % |"),
+    ],
+)
+def test_a_table_shows_the_mean_over_the_seeds(
+    make: Callable[[list[scaling.Run]], str], changed: dict[str, Any], row: str
+) -> None:
+    n = changed.get("n", 4)
+    runs = [data_parallel(2.0, n=n), data_parallel(4.0, n=n, seed=1)]
+    runs += [a_run(2.0, **changed), a_run(4.4, seed=1, **changed)]
+    assert make(runs).splitlines()[-1] == row
+
+
+@pytest.mark.skipif(not scaling.DATA.exists(), reason="nothing was measured yet")
+@pytest.mark.parametrize("theme", THEMES, ids=lambda theme: str(theme.name))
+def test_the_picture_has_a_curve_for_each_run_of_its_panels_and_cuts_no_text(theme: Any) -> None:
+    runs = scaling.runs_of(json.loads(scaling.DATA.read_text()))
+    drawing = scaling.drawing(theme, runs)
+    assert ElementTree.fromstring(drawing.svg()).tag == "{http://www.w3.org/2000/svg}svg"
+    for words, left, right, _ in drawing.texts:
+        assert left >= 0, words
+        assert right <= WIDTH, words
+    assert sum(part.startswith("<polyline") for part in drawing.parts) >= 4
