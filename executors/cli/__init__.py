@@ -26,7 +26,15 @@ from executors.patience import waits
 
 PANELS = {
     "Start": {"launch": "launch", "resume": "launch", "add": "add"},
-    "Look": {"ls": "runs", "status": "runs", "logs": "logs", "events": "events", "wait": "runs", "watch": "watch"},
+    "Look": {
+        "ls": "runs",
+        "status": "runs",
+        "logs": "logs",
+        "events": "events",
+        "wait": "runs",
+        "watch": "watch",
+        "dashboard": "dashboard",
+    },
     "Results": {"collect": "collect", "model": "model", "report": "report", "export": "export"},
     "End and clean": {"stop": "watch", "cancel": "runs", "rm": "runs"},
     "Settings and checks": {"config": "config", "backends": "backends", "doctor": "doctor", "plan": "plan"},
@@ -48,6 +56,7 @@ SYNONYMS = {
     **dict.fromkeys(("restart", "retry"), "resume"),
     **dict.fromkeys(("weights", "checkpoint", "save"), "model"),
     **dict.fromkeys(("page", "html", "plot"), "report"),
+    **dict.fromkeys(("serve", "ui", "web"), "dashboard"),
     **dict.fromkeys(("csv", "tensorboard", "dump"), "export"),
     **dict.fromkeys(("remove", "delete", "del"), "rm"),
 }

@@ -577,6 +577,17 @@ class PlanDocument(TypedDict):
     """The prices. Null: not known."""
 
 
+class DashboardDocument(TypedDict):
+    """The address of a dashboard. The command serves after it has printed the document."""
+
+    url: str
+    """The address to open. It has the token, so it is a secret."""
+    port: int
+    """The port of the dashboard."""
+    read_only: bool
+    """True: the dashboard has no buttons."""
+
+
 @dataclass(frozen=True)
 class DocumentKind:
     """One kind of document.
@@ -614,6 +625,7 @@ KINDS = (
     DocumentKind("event", "executors.view.report.event_reader:EventDocument", ("events",), is_line=True),
     DocumentKind("collect", f"{HERE}:CollectDocument", ("collect",)),
     DocumentKind("report", "executors.view.report.document_types:ReportDocument", ("report",)),
+    DocumentKind("dashboard", f"{HERE}:DashboardDocument", ("dashboard",)),
     DocumentKind("export", f"{HERE}:ExportDocument", ("export",)),
     DocumentKind("model", f"{HERE}:ModelDocument", ("model",)),
     DocumentKind("backends", f"{HERE}:BackendsDocument", ("backends",)),

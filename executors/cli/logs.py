@@ -20,7 +20,7 @@ from executors.cli.options import (
     RunArgument,
     find_run,
 )
-from executors.cli.output import FAILED, USAGE, JsonOption, Output, inert, name_ranks, note, refuse, usage_errors
+from executors.cli.output import FAILED, USAGE, JsonOption, Output, name_ranks, note, refuse, usage_errors
 from executors.cli.verb_help import describe
 from executors.errors import BackendError
 from executors.settings.durations import DURATIONS, parse_duration
@@ -202,18 +202,14 @@ def _show_stacks(run: Run, ranks: Sequence[int], which: Any, output: Output) -> 
     """
     from executors.cli.output import one_line
     from executors.run.run import view_of
-    from executors.store.inventory import Inventory
-    from executors.view.report.event_reader import read_stacks
     from executors.view.report.text import name_moment
+    from executors.view.run_logs import stacks_of
 
-    view = view_of(run)
-    dumps = sorted(dump for dump in Inventory.of(view.store, run.run_id).stacks if dump[0] in ranks)
-    newest = {rank: attempt for rank, attempt, _, _ in dumps}
     rows = list[StackDump]()
-    for rank, attempt, number, at in dumps:
-        if which in ("all", attempt) or (which is None and attempt == newest[rank]):
-            text = inert(read_stacks(view.newest_attempt(rank).at(attempt), number))
-            rows.append({"rank": rank, "attempt": attempt, "number": number, "at": at, "text": text})
+    for each in stacks_of(view_of(run), ranks, which):
+        rows.append(
+            {"rank": each.rank, "attempt": each.attempt, "number": each.number, "at": each.at, "text": each.text}
+        )
     if output.as_json:
         document: StacksDocument = {"run_id": run.run_id, "stacks": rows}
         output.document(document)

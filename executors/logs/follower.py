@@ -103,7 +103,7 @@ class _Follower:
         self._asked = ranks
         self._tail = tail
         self._first = first
-        self._ranks: Mapping[int, _Rank] = {}
+        self._ranks: Mapping[int, RankFollower] = {}
         self._positions: Mapping[int, LogPosition] = {}
         self._parts: Queue[tuple[int, int, list[str]] | BaseException | None] = Queue()
         self._room = threading.Semaphore(MAX_PARTS)
@@ -114,7 +114,8 @@ class _Follower:
         self._positions = self._logs.look(self._asked)
         firsts = {rank: self._first.get(rank, position.attempt) for rank, position in self._positions.items()}
         self._ranks = {
-            rank: _Rank(self._logs, rank, self._tail, first, self._selects.get(rank)) for rank, first in firsts.items()
+            rank: RankFollower(self._logs, rank, self._tail, first, self._selects.get(rank))
+            for rank, first in firsts.items()
         }
         each = list(self._ranks.values())
         for place in range(min(MAX_THREADS, len(each))):
@@ -165,7 +166,7 @@ class _Follower:
             store.end()
             backend.end()
             firsts = {rank: (*seen.earlier, seen.attempt)[0] for rank, seen in positions.items() if rank not in before}
-            added = {rank: _Rank(self._logs, rank, WHOLE, first) for rank, first in firsts.items()}
+            added = {rank: RankFollower(self._logs, rank, WHOLE, first) for rank, first in firsts.items()}
             with self._changed:
                 self._positions, self._ranks = positions, {**self._ranks, **added}
                 self._changed.notify_all()
@@ -176,7 +177,7 @@ class _Follower:
                     None
                 )  # if all ranks have ended, the follower ends, although a rank may have continued in its old log
 
-    def _read(self, ranks: Sequence[_Rank]) -> None:
+    def _read(self, ranks: Sequence[RankFollower]) -> None:
         outage = Outage(FOLLOWER, "the logs")
         while not self._is_stopped:
             positions = (
@@ -209,8 +210,20 @@ class _Follower:
             return self._is_stopped
 
 
-class _Rank:
-    """The reader of one rank's logs. Only one thread uses it."""
+class RankFollower:
+    """The reader of one rank's logs, from one attempt to the next. Only one thread at a time uses it.
+
+    Args:
+        logs: the logs of the run.
+        rank: the rank.
+        tail: the number of existing lines to read first.
+        first: the attempt to begin with.
+        selects: returns True for lines that count for `tail`. None: all lines count.
+
+    Example:
+        follower = RankFollower(logs, 0, 200, first=0)
+        for lines in follower.read(logs.look([0])[0]): print("".join(lines))
+    """
 
     def __init__(
         self, logs: Logs, rank: int, tail: int, first: int, selects: Callable[[str], bool] | None = None
@@ -231,7 +244,11 @@ class _Rank:
         return self._has_ended and position.has_ended and position.attempt == self.attempt
 
     def read(self, position: LogPosition) -> Iterator[list[str]]:
-        """Yield the lines since the last call. This includes attempts that began and ended since then."""
+        """Yield the lines since the last call. This includes attempts that began and ended since then.
+
+        Args:
+            position: the newest attempt of the rank.
+        """
         for number in (*position.earlier, position.attempt):
             if self.attempt < number <= position.attempt:
                 if not self._has_ended:

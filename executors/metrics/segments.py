@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import Counter
@@ -217,6 +218,40 @@ def newest_rounds(store: Store, run_id: str, newest: Sequence[AttemptKey], most:
         return []
 
     return [row for rounds in at_store(store, of_rank, newest) for row in rounds]
+
+
+def sample_numbers(store: Store, run_id: str, most: int) -> list[Numbers]:
+    """Return numbers that one replica reported, from a few segments that are spread over the whole run.
+
+    The replica is the one with the most segments.
+
+    Args:
+        store: the store of the run.
+        run_id: the run.
+        most: the largest number of segments to read.
+
+    Raises:
+        StoreError: the store does not answer.
+
+    Example:
+        losses = [row.values.get("loss") for row in sample_numbers(store, "brave-otter-7f3a", 12)]
+    """
+    listed, _ = _list(store, f"{run_id}/metrics/")
+    counts = Counter(each.of[0] for each in listed)
+    if not counts:
+        return []
+    rank = min(counts, key=lambda rank: (-counts[rank], rank))
+    its = sorted((each for each in listed if each.of[0] == rank), key=lambda each: (each.of, each.number))
+    places = sorted({round(at * (len(its) - 1) / max(1, most - 1)) for at in range(most)})
+
+    def read(segment: _Segment) -> list[Row]:
+        lines = Lines(*segment.of)
+        with contextlib.suppress(StoreError):  # a damaged segment leaves a gap
+            lines.add(segment.entry.key, bytes(get_at_most(store, segment.entry.key, MAX_SEGMENT_BYTES)))
+        return lines.finish(()).rows
+
+    found = at_store(store, read, [its[place] for place in places])
+    return [row for rows in found for row in rows if isinstance(row, Numbers)]
 
 
 def _list_attempt(store: Store, run_id: str, of: AttemptKey) -> list[_Segment]:

@@ -142,7 +142,7 @@ def list_runs(rendezvous: str | Path | None = None) -> list[Run]:
     """
     if rendezvous is not None:
         store = existing_store(rendezvous)
-        there = at_store(store, functools.partial(_find_run, store), [*_run_ids(store)])
+        there = at_store(store, functools.partial(_find_run, store), [*run_ids_in(store)])
         return sorted((run for run in there if run is not None), key=_created_at)
     run_ids: dict[str, list[str]] = {}
     found: list[Run] = []
@@ -210,13 +210,19 @@ class UnreachableStore:
         raise self._problem
 
 
-def _run_ids(store: Store) -> Iterator[str]:
+def run_ids_in(store: Store) -> Iterator[str]:
     """Yield the ids of the runs in a store. In a directory, folders that this user may not read are included.
 
     A bucket may also have folders that are not runs.
 
+    Args:
+        store: the store.
+
     Raises:
         StoreError: the store cannot be listed.
+
+    Example:
+        [*run_ids_in(open_store("s3://bucket/runs"))]
     """
     directory = directory_of(store.url)
     if directory is None:

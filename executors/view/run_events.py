@@ -33,17 +33,30 @@ def events_of(view: RunView, *, follow: bool = False, note: Callable[[str], None
         for event in events_of(view_of(attach("first-try"))):
             print(event.kind, event.rank)
     """
-    key = view.record.key_id and find_key(view.run_id, view.record.key_id)
-    decisions = DecisionLog(view.store, view.run_id, key=key)
-    events = EventReader(decisions, view.record, map_over=view.reader.records.map, note=note)
+    events = open_events(view, note=note)
     for pause_s in view.reader.pauses():
         # With `follow`, a temporary outage of the store is tolerated. Without it, the caller wants an error soon.
         now = retry(lambda: view.status(reports=False), FOLLOWER if follow else BRIEF, "the rendezvous")
-        view.reader.share_log(decisions)  # so that each entry of the decision log is read once, and not twice
+        view.reader.share_log(events.log)  # so that each entry of the decision log is read once, and not twice
         yield from events.new(view.reader.records.inventory, now)
         if not follow or now.is_terminal:
             return
         time.sleep(pause_s)
+
+
+def open_events(view: RunView, *, note: Callable[[str], None] = log.warning) -> EventReader:
+    """Return a reader of the run's events, which yields each event once.
+
+    Args:
+        view: the run.
+        note: called with a message for each record that cannot be read. Default: the module's log.
+
+    Example:
+        open_events(view).new(view.reader.records.inventory, view.status(reports=False))
+    """
+    key = view.record.key_id and find_key(view.run_id, view.record.key_id)
+    decisions = DecisionLog(view.store, view.run_id, key=key)
+    return EventReader(decisions, view.record, map_over=view.reader.records.map, note=note)
 
 
 def warnings_of(view: RunView, note: Callable[[str], None] = log.warning) -> list[FoundWarning]:

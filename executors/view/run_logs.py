@@ -25,8 +25,11 @@ from executors.logs.log import KnowsTimes, Log
 from executors.logs.readers import lines_of
 from executors.protocol import Outcome
 from executors.settings.procs import MAX_PROCS
+from executors.store.inventory import Inventory
 from executors.store.record_names import OUTCOME
 from executors.view.replica_records import unreadable
+from executors.view.report.event_reader import read_stacks
+from executors.view.report.text import inert
 from executors.view.run_state_reader import RunStateReader
 from executors.view.run_view import RunView, known_members
 
@@ -243,6 +246,43 @@ def whole_log(view: RunView, attempt: Attempt, note: Note) -> Iterator[bytes]:
     """
     logs = RunLogs(view.reader, attempt.number, EVERYTHING, lambda words: None, is_one=True)
     return logs.whole(attempt, note)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacks:
+    """The stacks of all threads of a replica at one time."""
+
+    rank: int
+    attempt: int
+    number: int
+    """The number of the dump within the attempt, from 0."""
+    at: float
+    """The time of the dump, in Unix time by the clock of the store."""
+    text: str
+    """The stacks without control characters. The first line is the diagnosis."""
+
+
+def stacks_of(view: RunView, ranks: Collection[int], attempt: Which = None) -> Iterator[Stacks]:
+    """Yield the stacks that replicas left when they hung, ordered by rank and time.
+
+    Args:
+        view: the run.
+        ranks: the ranks.
+        attempt: the number of an attempt, or "all". None: the newest attempt of each rank that has stacks.
+
+    Raises:
+        StoreError: the store cannot be read.
+
+    Example:
+        for stacks in stacks_of(view_of(attach("first-try")), [0]):
+            print(stacks.text)
+    """
+    dumps = sorted(dump for dump in Inventory.of(view.store, view.run_id).stacks if dump[0] in ranks)
+    newest = {rank: number for rank, number, _, _ in dumps}
+    for rank, its, number, at in dumps:
+        if attempt in ("all", its) or (attempt is None and its == newest[rank]):
+            text = inert(read_stacks(view.newest_attempt(rank).at(its), number))
+            yield Stacks(rank=rank, attempt=its, number=number, at=at, text=text)
 
 
 class RunLogs:

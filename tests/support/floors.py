@@ -17,7 +17,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("run", "replica"),
     ("worker", "shipping"),
     ("supervisor",),
-    ("launcher", "backends"),
+    ("launcher", "backends", "dashboard"),
     ("cli", "testing", ""),
 )
 """The rooms of `executors`, the lowest floor first. "" is `executors/__init__.py`."""

@@ -147,7 +147,8 @@ class EventReader:
         self._map: Any = map_over
         self._note = note
         self._clock = clock
-        self._log = log
+        self.log = log
+        """The decision log, as far as it was read."""
         self._n_decisions = 0
         self._earlier = RestartTally(Restarts.of(record.settings.restarts))
         """Counts the restarts among the decisions that were yielded."""
@@ -185,7 +186,7 @@ class EventReader:
             found += [event_of_warning(each) for each in now.warnings if each.rank is None]
             if record.settings.notify_on is not None:
                 found += self._failed_notices()
-            at = max([now.last_at, *(entry.at for entry in self._log.entries[-1:])])
+            at = max([now.last_at, *(entry.at for entry in self.log.entries[-1:])])
             took_s, status = max(0.0, at - record.created_at), str(now.status)
             found.append(Event(kind="finished", at=at, reason=status, why=now.counts, duration_s=took_s))
         return found
@@ -294,7 +295,7 @@ class EventReader:
 
     def _decisions(self) -> Iterator[Event]:
         try:
-            log = self._log.read()
+            log = self.log.read()
         except StoreError as error:
             self._note(str(error))
             return

@@ -25,7 +25,7 @@ def summary_sentences(document: Mapping[str, Any]) -> list[dict[str, str]]:
 
 def _sentences(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if document["is_live"]:
-        yield "plain", f"As of {name_moment(document['as_of'])}: {document['counts']}. Write the page again for more."
+        yield "plain", f"As of {name_moment(document['as_of'])}: {document['counts']}."
     for failure in [each for each in document["failures"] if not each["resumed"]][:MAX_FAILURES]:
         yield "bad", f"{failure['words'].rstrip('.')}."
     yield from (("bad", doubt) for doubt in document["doubts"])

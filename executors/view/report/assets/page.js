@@ -1,4 +1,5 @@
 // Draws the charts of each report on the page that has none yet. Its data is in a block of JSON beside them.
+// A server that serves the page sends changes: the event "changes" has new parts of the page, and a patch of the data.
 (() => {
   "use strict";
   const MAX_TABLE_ROWS = 300;
@@ -24,10 +25,10 @@
   };
 
   function draw(root) {
-    const data = JSON.parse(root.querySelector("script.data").textContent);
+    let data = JSON.parse(root.querySelector("script.data").textContent);
     const color = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
-    const nRanks = new Set(data.curves.shown.flatMap((curve) => curve.lines.map((line) => line.rank))).size;
-    const isMany = Math.max(nRanks, data.rounds.norms.lines.length) > 8;
+    let isMany = false;
+    const zooms = new Map();  // by kind of figure: the part of x that the user has zoomed to
     // Of many ranks only those have a colour that a sentence at the top names.
     const colorOf = (rank) => {
       const place = isMany ? data.notable.indexOf(rank) : rank;
@@ -46,11 +47,15 @@
     };
 
     function chart(figure, spec) {
+      const kind = figure.className;
       const holder = figure.querySelector(".chart");
       const tip = element(holder, "div", "", "tip");
       let plot = null;
+      let isBuilt = false;
       const build = () => {
+        const pointer = plot?.cursor.left >= 0 ? { left: plot.cursor.left, top: plot.cursor.top } : null;
         plot?.destroy();
+        isBuilt = false;
         const size = parseFloat(getComputedStyle(root).fontSize);
         const width = Math.max(200, holder.clientWidth);
         const height = Math.round(Math.min(Math.max(width * 0.42, 14 * size), 26 * size));
@@ -77,9 +82,17 @@
             focus: { prox: 2 * size }, drag: { x: true, y: false }, points: { show: false },
             dataIdx: (u, series, index) => nearest(u.data[series], index),
           },
-          hooks: { setCursor: [() => tell(plot)], setSeries: [() => tell(plot)] },
+          hooks: { setCursor: [() => tell(plot)], setSeries: [() => tell(plot)], setScale: [(u, name) => { if (isBuilt && name === "x") keepZoom(u); }] },
         }, [spec.x, ...spec.lines.map((line) => line.y)], holder);
         plot.focused = null;
+        if (zooms.has(kind)) plot.setScale("x", zooms.get(kind));
+        if (pointer) plot.setCursor(pointer);
+        isBuilt = true;
+      };
+      const keepZoom = (u) => {
+        const { min, max } = u.scales.x;
+        if (min > spec.x[0] || max < spec.x[spec.x.length - 1]) zooms.set(kind, { min, max });
+        else zooms.delete(kind);
       };
       const tell = (u) => {
         const { left, top, idx, idxs } = u?.cursor ?? {};
@@ -120,7 +133,7 @@
       table.ontoggle = fill;
       fill();
       build();
-      return { build, remove: () => { plot.destroy(); tip.remove(); } };
+      return { build, pointer: () => (plot.cursor.left >= 0 ? { left: plot.cursor.left, top: plot.cursor.top } : null), point: (at) => plot.setCursor(at), remove: () => { isBuilt = false; plot.destroy(); tip.remove(); } };
     }
 
     const nearest = (ys, index) => {
@@ -147,66 +160,114 @@
       }
     }
 
-    const drawn = [];
+    let drawn = [];
     const show = (figure, make) => {
       let made = chart(figure, make());
       const again = () => { made.remove(); made = chart(figure, make()); };
-      drawn.push(() => made.build());
+      drawn.push({ figure, build: () => made.build(), remove: () => made.remove(), pointer: () => made.pointer(), point: (at) => made.point(at) });
       for (const control of figure.querySelectorAll("select, input")) control.onchange = again;
     };
 
-    const curves = root.querySelector("figure.curves");
-    if (curves && data.curves.shown.length) {
-      show(curves, () => {
-        const curve = data.curves.shown[curves.querySelector("select")?.value ?? 0];
-        const lines = linesOf(curve);
-        const log = curves.querySelector("input");
-        const isPositive = lines.every((line) => line.y.every((y) => y == null || y > 0));
-        log.disabled = !isPositive;
-        curves.querySelector(".thinned").textContent = curve.bins
-          ? `Thinned: of each of ${curve.bins} bins every line keeps its least and its greatest value (${number(curve.points)} were kept).` : "";
-        return { x: curve.x, lines, over: data.curves.over === "step" ? "step" : "time", log: log.checked && isPositive };
+    function drawAll() {
+      const nRanks = new Set(data.curves.shown.flatMap((curve) => curve.lines.map((line) => line.rank))).size;
+      isMany = Math.max(nRanks, data.rounds.norms.lines.length) > 8;
+      const curves = root.querySelector("figure.curves");
+      if (curves && data.curves.shown.length) {
+        show(curves, () => {
+          const curve = data.curves.shown[curves.querySelector("select")?.value ?? 0];
+          const lines = linesOf(curve);
+          const log = curves.querySelector("input");
+          const isPositive = lines.every((line) => line.y.every((y) => y == null || y > 0));
+          log.disabled = !isPositive;
+          curves.querySelector(".thinned").textContent = curve.bins
+            ? `Thinned: of each of ${curve.bins} bins every line keeps its least and its greatest value (${number(curve.points)} were kept).` : "";
+          return { x: curve.x, lines, over: data.curves.over === "step" ? "step" : "time", log: log.checked && isPositive };
+        });
+      }
+      const waited = root.querySelector("figure.waited");
+      if (waited && data.rounds.waited.x.length) {
+        const { x, lines, bins } = data.rounds.waited;
+        const labels = lines.length > 1 ? ["the round took", "and training waited for"] : ["all replicas together"];
+        show(waited, () => ({ x, lines: lines.map(({ y }, at) => ({ label: labels[at], y, color: at < lines.length - 1 ? "beside" : "waiting", width: 1 })), over: "round", unit: " s", bars: !bins, fromZero: true }));
+      }
+      const norms = root.querySelector("figure.norms");
+      if (norms && data.rounds.norms.x.length) {
+        show(norms, () => ({ x: data.rounds.norms.x, lines: linesOf(data.rounds.norms), over: "round", fromZero: true }));
+      }
+
+      const lanes = root.querySelector(".lanes");
+      if (lanes) {
+        const timeline = lanes.querySelector("svg.timeline");
+        lanes.querySelector(".tip")?.remove();
+        const tip = element(lanes, "div", "", "tip");
+        timeline.onpointerleave = () => { tip.style.display = "none"; };
+        timeline.onpointermove = (event) => {
+          const box = timeline.getBoundingClientRect();
+          const nLanes = data.timeline.lanes.length;
+          const lane = data.timeline.lanes[Math.floor(((event.clientY - box.top) / lanes.querySelector("ol").clientHeight) * nLanes)];
+          const s = ((event.clientX - box.left) / box.width) * data.timeline.end_s;
+          const spans = lane ? lane.spans.filter(([, from, to]) => from <= s && s <= to) : [];
+          tip.style.display = spans.length ? "block" : "none";
+          if (!spans.length) return;
+          const isBeside = ([kind]) => kind === "beside";
+          const shown = [spans.find((span) => !isBeside(span)), spans.find(isBeside)].filter(Boolean);
+          const lines = shown.map(([kind, from, to, rounds]) => `${rounds ? `${rounds}: ` : ""}${data.timeline.kinds[kind]} for ${duration(to - from)}`);
+          tip.textContent = [`rank ${lane.rank} at ${duration(s)}`, ...lines].join("\n");
+          const here = lanes.getBoundingClientRect();
+          tip.style.left = `${Math.max(0, Math.min(event.clientX - here.left + 14, here.width - tip.offsetWidth))}px`;
+          tip.style.top = `${event.clientY - here.top + 18}px`;
+        };
+      }
+      root.dataset.drawn = drawn.length;
+    }
+
+    // What a patch says: "=" is a new value, "+" are values to append, "-" are keys to remove, and "." has a patch by key.
+    const patched = (old, patch) => {
+      if ("=" in patch) return patch["="];
+      if ("+" in patch) { for (const value of patch["+"]) old.push(value); return old; }
+      for (const key of patch["-"] ?? []) delete old[key];
+      for (const [key, each] of Object.entries(patch["."] ?? {})) old[key] = patched(old[key], each);
+      return old;
+    };
+    const controlsOf = (part) => [...part.querySelectorAll("select, input")];
+    const open = "details, .scroll, pre";
+    function replacePart(part, html) {
+      const before = [...part.querySelectorAll(open)].map((each) => ({ open: each.open, top: each.scrollTop, left: each.scrollLeft }));
+      const chosen = controlsOf(part).map((each) => (each.type === "checkbox" ? each.checked : each.selectedOptions[0]?.textContent));
+      const focusable = "a, select, input, summary, [tabindex]";
+      const focused = [...part.querySelectorAll(focusable)].indexOf(document.activeElement);
+      part.innerHTML = html;
+      part.querySelectorAll(open).forEach((each, at) => {
+        if (!before[at]) return;
+        if (each.localName === "details" && before[at].open != null) each.open = before[at].open;
+        each.scrollTop = before[at].top;
+        each.scrollLeft = before[at].left;
       });
+      controlsOf(part).forEach((each, at) => {
+        if (each.type === "checkbox") each.checked = chosen[at] === true;
+        else { const found = [...each.options].findIndex((option) => option.textContent === chosen[at]); if (found >= 0) each.selectedIndex = found; }
+      });
+      if (focused >= 0) part.querySelectorAll(focusable)[focused]?.focus({ preventScroll: true });
     }
-    const waited = root.querySelector("figure.waited");
-    if (waited && data.rounds.waited.x.length) {
-      const { x, lines, bins } = data.rounds.waited;
-      const labels = lines.length > 1 ? ["the round took", "and training waited for"] : ["all replicas together"];
-      show(waited, () => ({ x, lines: lines.map(({ y }, at) => ({ label: labels[at], y, color: at < lines.length - 1 ? "beside" : "waiting", width: 1 })), over: "round", unit: " s", bars: !bins, fromZero: true }));
-    }
-    const norms = root.querySelector("figure.norms");
-    if (norms && data.rounds.norms.x.length) {
-      show(norms, () => ({ x: data.rounds.norms.x, lines: linesOf(data.rounds.norms), over: "round", fromZero: true }));
-    }
+    root.addEventListener("changes", ({ detail: { parts, charts } }) => {
+      const pointers = new Map(drawn.map((each) => [each.figure.className, each.pointer()]));
+      if (charts) drawn.forEach((each) => each.remove());
+      for (const [name, html] of Object.entries(parts)) {
+        const part = root.querySelector(`.part[data-part="${CSS.escape(name)}"]`);
+        if (part) replacePart(part, html);
+      }
+      if (!charts) return;
+      data = patched(data, charts);
+      drawn = [];
+      drawAll();
+      for (const each of drawn) if (pointers.get(each.figure.className)) each.point(pointers.get(each.figure.className));
+    });
 
-    const lanes = root.querySelector(".lanes");
-    if (lanes) {
-      const timeline = lanes.querySelector("svg.timeline");
-      const tip = element(lanes, "div", "", "tip");
-      timeline.onpointerleave = () => { tip.style.display = "none"; };
-      timeline.onpointermove = (event) => {
-        const box = timeline.getBoundingClientRect();
-        const nLanes = data.timeline.lanes.length;
-        const lane = data.timeline.lanes[Math.floor(((event.clientY - box.top) / lanes.querySelector("ol").clientHeight) * nLanes)];
-        const s = ((event.clientX - box.left) / box.width) * data.timeline.end_s;
-        const spans = lane ? lane.spans.filter(([, from, to]) => from <= s && s <= to) : [];
-        tip.style.display = spans.length ? "block" : "none";
-        if (!spans.length) return;
-        const isBeside = ([kind]) => kind === "beside";
-        const shown = [spans.find((span) => !isBeside(span)), spans.find(isBeside)].filter(Boolean);
-        const lines = shown.map(([kind, from, to, rounds]) => `${rounds ? `${rounds}: ` : ""}${data.timeline.kinds[kind]} for ${duration(to - from)}`);
-        tip.textContent = [`rank ${lane.rank} at ${duration(s)}`, ...lines].join("\n");
-        const here = lanes.getBoundingClientRect();
-        tip.style.left = `${Math.max(0, Math.min(event.clientX - here.left + 14, here.width - tip.offsetWidth))}px`;
-        tip.style.top = `${event.clientY - here.top + 18}px`;
-      };
-    }
-
+    drawAll();
     let width = root.clientWidth;
-    const again = () => drawn.forEach((build) => build());
+    const again = () => drawn.forEach((each) => each.build());
     new ResizeObserver(() => { if (root.clientWidth !== width) { width = root.clientWidth; again(); } }).observe(root);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
-    root.dataset.drawn = drawn.length;
   }
 
   document.querySelectorAll(".replicas:not([data-drawn])").forEach(draw);
