@@ -70,11 +70,12 @@ BACKEND = "A backend of `replicas backends`, or pkg.mod:Class. Several with thei
 ARG = "An argument of the function, converted to its annotation, else read as JSON or text. Repeatable."
 RUN_ID = "A name for the run. Default: a generated one, such as brave-otter-7f3a."
 DRY_RUN = "Check everything and print the request. Start nothing."
+DASHBOARD = "Also serve the page of the run, and open it in the browser, until this command ends."
 PANELS = {
     RUN: ("n", "backend", "rendezvous", "gpu", "arg", "run_id", "procs", "module", "from_run", "from_step", "seed"),
     WHERE: ("option", "env", "secrets", "volume", "signed"),
     LIMITS: ("restarts", "timeout", "max_cost", "hang_timeout", "start_timeout", "fail_fast", "min_replicas"),
-    WATCH: ("detach", "columns", "tee", "tracker", "notify", "notify_on", "as_json"),
+    WATCH: ("detach", "columns", "tee", "dashboard", "tracker", "notify", "notify_on", "as_json"),
     SETTINGS: ("config", "profile"),
     TESTING: ("dry_run", "chaos"),
 }
@@ -115,6 +116,7 @@ def launch(
     volume: VolumeOption = None,
     columns: ColumnsOption = None,
     tee: TeeOption = None,
+    dashboard: Annotated[bool, Option("--dashboard", help=DASHBOARD)] = False,
     config: ConfigOption = None,
     profile: ProfileOption = None,
     dry_run: Annotated[bool, Option("--dry-run", help=DRY_RUN)] = False,
@@ -127,9 +129,11 @@ def launch(
     Ctrl-C cancels the run and waits for its end. A second Ctrl-C exits at once.
     """
     from executors.cli.live import Interrupts
+    from executors.dashboard.beside import check_packages, dashboard_beside
     from executors.launcher import plan_launch
     from executors.launcher.several_backends import executor_of, options_by_part, total_replicas
     from executors.registry.run_index import locate, preparing
+    from executors.run.run import view_of
     from executors.task.command import Command
     from executors.task.launch_request import LaunchRequest
 
@@ -150,6 +154,14 @@ def launch(
                 if tee and (settings["detach"] or backend == "inline"):
                     other = "--detach" if settings["detach"] else "--backend inline"
                     refuse(f"--tee shows the output of a run that this command watches. Remove --tee or {other}.")
+                if dashboard and (settings["detach"] or backend == "inline"):
+                    other = "--detach" if settings["detach"] else "--backend inline"
+                    refuse(
+                        f"--dashboard serves while this command watches the run. Remove --dashboard or {other}. "
+                        "A dashboard of its own: replicas dashboard"
+                    )
+                if dashboard:
+                    check_packages()
                 if module and (entrypoint is None or entrypoint.endswith(".py") or set(":/") & {*entrypoint}):
                     refuse(f"-m needs the name of a module, as in -m pkg.train, got {entrypoint!r}.")
                 given, chosen = parse_texts("--arg", arg), options_of(backend, option, volume)
@@ -193,9 +205,12 @@ def launch(
             return report_cancelled_early(
                 output, "Cancelled." if has_begun else "Cancelled before the run had started."
             )
-        return _finish(
-            started[0], output, interrupts, detach=settings["detach"], columns=columns, tee=tee or (), is_new=True
-        )
+        view = view_of(started[0])
+        page = dashboard_beside(view.store.url, view.run_id, output.print) if dashboard else contextlib.nullcontext()
+        with page:
+            return _finish(
+                started[0], output, interrupts, detach=settings["detach"], columns=columns, tee=tee or (), is_new=True
+            )
 
 
 add_settings(launch, panels=PANELS)

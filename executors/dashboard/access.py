@@ -1,4 +1,4 @@
-"""Decides which requests a dashboard answers: those of a browser that has the token, to the dashboard's own address.
+"""Decides which requests a dashboard answers. The browser must have the token, and ask the dashboard's own address.
 
 A request from another site must not read runs or press buttons, although the browser that sends it also has the cookie.
 So the names of the host and of the origin are checked, and each button needs a second value that only a page of the

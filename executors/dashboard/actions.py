@@ -1,6 +1,6 @@
 """Stops, cancels and resumes runs for the buttons, by the command itself.
 
-A button calls the command in a process of its own. So its checks, messages and effects are those of the command. A
+A button calls the command in a process of its own. So a button has the checks, messages and effects of the command. A
 stop that has begun also ends the run if the dashboard ends.
 """
 
@@ -35,7 +35,7 @@ MAX_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class Action:
-    """What a button has done, for the page."""
+    """The progress or the result of a button, for the page."""
 
     state: Literal["working", "done", "failed"]
     text: str

@@ -1,4 +1,4 @@
-"""Knows the runs of a store, and looks at those that go on while a browser shows them."""
+"""Knows the runs of a store, and looks at those that continue while a browser shows them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from executors.dashboard.changes import Versions
 from executors.dashboard.pages import row_html
-from executors.dashboard.run_feed import EVERY_S, Row, RunFeed
+from executors.dashboard.run_feed import EVERY_S, RunFeed, RunRow
 from executors.errors import ReplicasError, StoreError
 from executors.patience import GLANCE
 from executors.registry.run_index import known_run_ids, locate, noted_at
@@ -20,7 +20,7 @@ from executors.store.url import existing_store, impatient_store, is_near
 
 ACTIVE_S = 10.0  # after the last request of a page, nothing is read for it; a page asks every two seconds
 FIND_S, FIND_FAR_S = 3.0, 30.0  # between two searches for new runs, in a directory and in a bucket
-SHARE, PAGE_SHARE = 0.025, 0.02
+SHARE, PAGE_SHARE = 0.02, 0.015
 """The shares of a processor core that looks at all runs may use, and their pages. More work makes longer pauses."""
 N_AGAIN = 20
 AGAIN_S, AGAIN_FAR_S = 60.0, 300.0
@@ -199,7 +199,7 @@ class Board:
                     self._work.notify()
 
     def _next(self) -> tuple[str | None, bool, float | None]:
-        """Return the key of the run to look at, or True if runs are to be searched, or the time to wait."""
+        """Return the key of the run to look at, or True if runs must be searched, or the time to wait."""
         now = self._clock()
         pages = {key for key, until in self._page_until.items() if until > now}
         for key in [key for key, until in self._page_until.items() if until <= now]:
@@ -218,7 +218,7 @@ class Board:
         again = pages | {*ended}
         wanted = [key for key, feed in feeds if (feed.goes_on and has_list) or (key in again and not feed.is_gone)]
         waits = {key: self._next_at.get(key, 0.0) for key in wanted if key not in self._busy}
-        # A page comes before rows. Of rows that were never read, the newest run comes first.
+        # A page comes before rows. The newest run comes first among rows that were never read.
         order = {key: (key not in pages, at, -place) for place, (key, at) in enumerate(waits.items()) if at <= now}
         if order:
             return min(order, key=order.__getitem__), False, None
@@ -259,11 +259,11 @@ class Board:
         return {"problem": problem, "older": older}
 
 
-def _age_order(row: Row) -> float:
+def _age_order(row: RunRow) -> float:
     return -(row.created_at or time.time())
 
 
-def check_store(url: str | Path | None) -> None:
+def check_listing(url: str | Path | None) -> None:
     """Check that a store exists and can be listed, before a server starts.
 
     Args:

@@ -83,7 +83,7 @@ class LogFeed:
         try:
             for lines in self._follower.read(self._logs.look([self._rank])[self._rank]):
                 self._n_lines += len(lines)
-                self._lines.extend(map(shown, lines))
+                self._lines.extend(map(page_line, lines))
         except ReplicasError as error:
             self._note = one_line(f"The log cannot be read: {error}")
 
@@ -148,13 +148,13 @@ class LogFeeds:
             raise ValueError("Two other searches take place. Try again.")
         notes: list[str] = []
         try:
-            # The text is no regular expression, because some of these take hours for one line.
+            # The text is not a regular expression, because some of these take hours for one line.
             chosen = LineFilter(grep=re.compile(re.escape(text[:MAX_SEARCHED]), re.IGNORECASE), clean=inert)
             view = RunView(feed.store, feed.view.run_id)
             found = logs_by_rank(view, [rank], MAX_LINES, "all", chosen, notes.append)
         finally:
             self._searches.release()
-        lines = [shown(line) for line in found.get(rank, "").splitlines() if line]
+        lines = [page_line(line) for line in found.get(rank, "").splitlines() if line]
         return {"lines": lines[-MAX_LINES:], "note": one_line(" ".join(notes))}
 
 
@@ -171,10 +171,10 @@ def stacks_text(feed: RunFeed, rank: int) -> list[str]:
     view = RunView(feed.store, feed.view.run_id)
     found = deque(stacks_of(view, [view.check_rank(rank)], "all"), MAX_STACKS)
     lines = [f"=== attempt {each.attempt} ===\n{each.text[:MAX_STACK_CHARACTERS]}" for each in found]
-    return [shown(line) for text in lines for line in text.split("\n")][-MAX_LINES:]
+    return [page_line(line) for text in lines for line in text.split("\n")][-MAX_LINES:]
 
 
-def shown(line: str) -> str:
+def page_line(line: str) -> str:
     """Return a line as a page shows it: without control characters, and cut.
 
     Args:

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from executors.view.report.page import Served, asset, page, policy_of
+from executors.view.report.page import Served, asset, page, page_policy
 from executors.view.report.text import name_moment, name_number, name_share
 
 if TYPE_CHECKING:
     from executors.dashboard.actions import Action
-    from executors.dashboard.run_feed import Row
+    from executors.dashboard.run_feed import RunRow
 
 ASSETS = Path(__file__).with_name("assets")
 WIDTH, HEIGHT = 100, 24  # of a sparkline, in units of its SVG
 STYLE, SCRIPT = "dashboard.css", "dashboard.js"
 
 
-def row_html(row: Row) -> str:
+def row_html(row: RunRow) -> str:
     """Return a run as a row of the list.
 
     Args:
@@ -92,7 +92,7 @@ def run_page(document: Mapping[str, Any], parts: Mapping[str, str], settings: Ma
     return page(document, Served(Markup(made), _asset(STYLE), _asset(SCRIPT)))
 
 
-def controls_parts(row: Row, action: Action | None, *, is_read_only: bool) -> dict[str, str]:
+def controls_parts(row: RunRow, action: Action | None, *, is_read_only: bool) -> dict[str, str]:
     """Return the HTML of the parts of the controls, by name.
 
     Args:
@@ -116,7 +116,7 @@ def _with_policy(name: str, **values: Any) -> str:
     return (
         _templates()
         .get_template(name)
-        .render(**values, csp=policy_of(styles, scripts, is_served=True), styles=styles, scripts=scripts)
+        .render(**values, csp=page_policy(styles, scripts, is_served=True), styles=styles, scripts=scripts)
     )
 
 

@@ -24,7 +24,7 @@ from executors.store.record_names import CLAIM
 from executors.store.url import address_of, is_near
 from executors.task.record import RunRecord
 from executors.view.report.document import Subject, document
-from executors.view.report.page import charts_of, parts_of
+from executors.view.report.page import charts_of, page_parts
 from executors.view.report.text import one_line
 from executors.view.run_page import ReportReader
 from executors.view.run_view import RunView
@@ -35,13 +35,13 @@ PER_MINUTE = 15
 REPLICAS_OF_THAT = 8
 MAX_POINTS = 60  # of a loss in the list
 MAX_SEGMENTS = 12  # that are read for it
-MAX_ATTEMPTS = 500  # whose times are read for the cost
+MAX_ATTEMPTS = 500  # that are read for the cost
 OUTAGE_S = (5.0, 60.0)  # the pauses after looks that fail
 READING = "The measurements of the run are being read."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class RunRow:
     """One run in the list."""
 
     key: str
@@ -87,9 +87,9 @@ class RunFeed:
         self.store = RunStore(store)
         self.view = RunView(self.store, run_id)
         self.address = address_of(store.url, run_id)
-        self.row = Row(key=self.key, run_id=run_id, store=one_line(store.url))
+        self.row = RunRow(key=self.key, run_id=run_id, store=one_line(store.url))
         self.versions = Versions()
-        """What the page of the run shows."""
+        """The content of the run's page."""
         self.document: tuple[int, Mapping[str, Any]] | None = None
         """The newest version of the page, and the document that it was made from."""
         self.now: RunStatus | None = None
@@ -196,7 +196,7 @@ class RunFeed:
     def _make_page(self) -> None:
         self._reader = self._reader or ReportReader(self.view)
         made = self._reader.read(self.now)
-        self.versions.add(parts_of(made), charts_of(made))
+        self.versions.add(page_parts(made), charts_of(made))
         newest = self.versions.newest
         assert newest is not None
         self.document = newest.version, made

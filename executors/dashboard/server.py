@@ -14,7 +14,7 @@ from typing import Any
 
 from executors.dashboard.access import PROOF, TOKEN, Access, Guard
 from executors.dashboard.actions import VERBS, Actions
-from executors.dashboard.board import Board, check_store
+from executors.dashboard.board import Board, check_listing
 from executors.dashboard.log_feed import LogFeeds, stacks_text
 from executors.dashboard.pages import controls_parts, list_page, message_page, run_page
 from executors.dashboard.run_feed import RunFeed
@@ -42,7 +42,7 @@ DIGEST = re.compile(r"[0-9a-f]{8}")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user asked of a dashboard."""
+    """The options of a dashboard."""
 
     store: str | Path | None = None
     """The store whose runs are shown. None: the runs that this machine knows."""
@@ -58,7 +58,7 @@ class Dashboard:
     """A dashboard that is bound to its port, and does not serve yet.
 
     Args:
-        options: what the user asked for.
+        options: the options.
 
     Raises:
         MissingDependencyError: starlette or uvicorn is not installed.
@@ -71,7 +71,7 @@ class Dashboard:
     """
 
     def __init__(self, options: Options) -> None:
-        check_store(options.store)
+        check_listing(options.store)
         self.options = options
         self.access = Access(options.host)
         self.board = Board(options.store)

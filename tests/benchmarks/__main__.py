@@ -12,6 +12,7 @@ from pathlib import Path
 from . import (
     beside,
     by_the_clock,
+    dashboards,
     exactness,
     far,
     launch,
@@ -56,6 +57,8 @@ BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("Q1", "Q2", "Q3", "Q4"): looking.looking,
     ("M1", "M3"): metrics.metrics,
     ("M2",): pages.pages,
+    ("D1", "D2"): dashboards.dashboards,
+    ("D3",): dashboards.first_paint,
     ("E4",): ray_jobs.ray_jobs,
     ("T1",): trainer.trainer,
     ("T2", "T3"): training_loop.training_loop,

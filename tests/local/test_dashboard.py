@@ -16,7 +16,7 @@ from executors import LocalProcessExecutor, launch
 from executors.dashboard.access import Access
 from executors.dashboard.board import Board
 from executors.dashboard.changes import Versions, patch_of
-from executors.dashboard.log_feed import MAX_CHARACTERS, shown
+from executors.dashboard.log_feed import MAX_CHARACTERS, page_line
 from executors.dashboard.run_feed import RunFeed
 from executors.dashboard.server import Dashboard, Options
 from executors.errors import ReplicasError, RunNotFoundError
@@ -222,9 +222,9 @@ def test_a_log_is_followed_by_the_number_of_its_last_line_and_shared_by_all_tabs
 
 
 def test_lines_are_cut_and_few() -> None:
-    assert len(shown("x" * 10_000)) == MAX_CHARACTERS
-    assert shown("10 %\r20 %\r\n") == "20 %"
-    assert shown("\x1b]0;title\x07a\u202eb\n") == "a b"
+    assert len(page_line("x" * 10_000)) == MAX_CHARACTERS
+    assert page_line("10 %\r20 %\r\n") == "20 %"
+    assert page_line("\x1b]0;title\x07a\u202eb\n") == "a b"
 
 
 # --- buttons

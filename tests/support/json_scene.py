@@ -88,6 +88,24 @@ class Scene:
         assert "Traceback (most recent call last)" not in done.stderr, done.stderr
         return done.stdout
 
+    def address_of_dashboard(self) -> Any:
+        """Return the document that a dashboard prints before it serves, and end the dashboard."""
+        command = [sys.executable, "-m", "executors.cli", "dashboard", "--port", "0", "--json"]
+        env = {**os.environ, "HOME": str(self.folder), "XDG_STATE_HOME": str(self.folder / "state")}
+        with subprocess.Popen(
+            command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as process:
+            try:
+                assert process.stdout is not None
+                lines = []
+                for line in process.stdout:
+                    lines.append(line)
+                    if line == "}\n":
+                        break
+                return json.loads("".join(lines))
+            finally:
+                process.terminate()
+
 
 def calls(scene: Scene) -> Iterator[tuple[str, str, Any]]:
     """Yield the kind that each document should have, the verb that printed it, and the document.
@@ -123,6 +141,7 @@ def calls(scene: Scene) -> Iterator[tuple[str, str, Any]]:
     yield one("stacks", "logs", "third-try", "--stacks")
     yield one("rm", "rm", "second-try", "fourth-try")
     yield one("ls", "ls")
+    yield "dashboard", "dashboard", scene.address_of_dashboard()
     yield one("backends", "backends", "inline")
     yield one("config", "config")
     yield one("doctor", "doctor", "--backend", "inline")

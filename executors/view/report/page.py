@@ -32,7 +32,7 @@ PART = re.compile(r'<div class="part" data-part="([a-z]+)">\n(.*?)</div><!--end-
 
 @dataclass(frozen=True)
 class Served:
-    """What a page has in addition if a server updates it."""
+    """The additions to a page that a server updates."""
 
     controls: Markup
     """HTML above the report."""
@@ -55,13 +55,13 @@ def page(document: Mapping[str, Any], served: Served | None = None) -> str:
         .get_template("page.html")
         .render(
             document,
-            csp=policy_of(styles, scripts, is_served=served is not None),
+            csp=page_policy(styles, scripts, is_served=served is not None),
             fragment=Markup(_fragment(document, styles, scripts, served)),
         )
     )
 
 
-def policy_of(styles: Iterable[str], scripts: Iterable[str], *, is_served: bool) -> str:
+def page_policy(styles: Iterable[str], scripts: Iterable[str], *, is_served: bool) -> str:
     """Return a content security policy that allows these texts, by digest, and nothing else.
 
     Args:
@@ -89,7 +89,7 @@ def fragment(document: Mapping[str, Any]) -> str:
     return _fragment(document, [asset(name) for name in STYLES], [asset(name) for name in SCRIPTS])
 
 
-def parts_of(document: Mapping[str, Any]) -> dict[str, str]:
+def page_parts(document: Mapping[str, Any]) -> dict[str, str]:
     """Return the HTML of each part of a served page, by the name of the part.
 
     Args:
