@@ -38,8 +38,8 @@ def dashboard_beside(store_url: str, run_id: str, say: Callable[[str], None]) ->
         with dashboard_beside(view.store.url, view.run_id, print):
             run.wait()
     """
-    # Without a terminal's group, so that Ctrl-C lets the page show the end of the run. The end of stdin ends the server,
-    # also if this process is killed.
+    # In a session of its own, so that the page still shows the end of the run after Ctrl-C. The end of stdin ends the
+    # server, also if this process is killed.
     process = subprocess.Popen(
         [sys.executable, "-m", "executors.dashboard", store_url, run_id],
         stdin=subprocess.PIPE,

@@ -1,7 +1,7 @@
 """A dashboard of 20 runs of 8 replicas: its processor time (D1), its requests to a bucket (D2), and a first paint (D3).
 
-No replica runs. The benchmark writes what replicas would: heartbeats, and a segment of measurements of each replica once
-a minute. The dashboard is a process of its own, and four pages ask it: the list twice, and the page of one run twice.
+No replica runs. The benchmark writes what replicas would: heartbeats, and a segment of measurements of each replica
+once a minute. The dashboard is a process of its own, and four pages ask it: the list twice, and one run's page twice.
 """
 
 from __future__ import annotations
