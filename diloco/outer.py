@@ -41,7 +41,7 @@ from diloco.rendezvous.envelope import proof_of
 from diloco.rendezvous.extension import Extension, total_of_start
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import bye_writer, find_location
-from diloco.rendezvous.retrying_store import RetryingStore
+from diloco.rendezvous.retrying_store import RetryingStore, is_local_store
 from diloco.rendezvous.round import Context, Limits, RoundReport, leads_far
 from diloco.rendezvous.training_side import TrainingSide
 from diloco.replica_link import ReplicaLink, check_is_free, leave_all
@@ -301,6 +301,8 @@ class DiLoCo:
         settings.check()
         self._plan = settings.plan
         settings.warn_of_outer_settings(model)
+        if location.rank == 0 and not location.is_alone and is_local_store(location.store):
+            settings.warn_of_costly_wire(sum(fragment.n_elements for fragment in fragments_))
         make_state = internals.make_state or ModelState
         self._model_state = make_state(model, fragments_, settings, block_elements=limits.block_elements)
         proof = proof_of(settings.key)

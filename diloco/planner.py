@@ -22,6 +22,8 @@ SPARSE_WIRE = "top8"
 """The wire that leaves most of the work to later contributions. Means cannot be encoded in it."""
 SPARSE_ENCODE, SPARSE_ACCUMULATE, SPARSE_DECODE = 0.4, 0.7, 0.3
 """The speeds of the sparse wire, relative to the speeds of int8, which `Processor` has. A benchmark measures them."""
+EXACT_ENCODE, EXACT_ACCUMULATE, EXACT_DECODE = 2.5, 1.6, 2.0
+"""The speeds of the wire fp32, relative to the speeds of int8, which `Processor` has. A benchmark measures them."""
 SPARSE_ROUNDS, SPARSE_INNER_STEPS = 60, 20
 """The sparse wire is proposed for at least this number of rounds, with at most this number of inner steps.
 
@@ -381,9 +383,9 @@ def round_cost(workload: Workload, choice: Choice) -> RoundCost:
         # to compute the rest, the sender decodes its own contribution, which takes longer than with int8
         cost += 1 / (SPARSE_DECODE * cpu.decode) + 1 / cpu.step
     processor_s = 4 * elements * cost
-    # The pauses between two reads grow with the wait, up to one second. Each phase of the round loses half a pause on
-    # average.
-    noticing_s = 2 * min(0.5, 0.15 * (link_s + requests_s + processor_s))
+    # In each phase of the round, a replica looks at the time at which the object was there in earlier rounds. From then
+    # on, its looks are less than two latencies apart.
+    noticing_s = 2 * min(link.latency_s, 0.15 * (link_s + requests_s + processor_s))
     return RoundCost(
         link_s=link_s, requests_s=requests_s, processor_s=processor_s, noticing_s=noticing_s, up=up, down=down
     )
@@ -417,6 +419,31 @@ def least_fragments(workload: Workload, choice: Choice) -> int:
         choice: the arguments of `DiLoCo`. Its number of fragments does not matter.
     """
     return max(2, ceil(largest_object(workload, replace(choice, fragments=2)) * 2 / workload.most_bytes))
+
+
+def faster_exact_round(plan: Plan) -> RoundCost | None:
+    """Return the cost of a round with the wire fp32, if it is less by a tenth than with the plan's wire. None: it is
+    not.
+
+    Over a fast store, encoding takes longer than the bytes that it saves.
+
+    Args:
+        plan: the plan, with the speeds of the processor for int8.
+
+    Example:
+        faster_exact_round(choose(workload))
+    """
+    cpu, choice = plan.workload.processor, replace(plan.choice, wire="fp32", mean_wire=None)
+    if plan.choice.wire == choice.wire or not choice.fits(plan.workload):
+        return None
+    exact = replace(
+        cpu,
+        encode=EXACT_ENCODE * cpu.encode,
+        accumulate=EXACT_ACCUMULATE * cpu.accumulate,
+        decode=EXACT_DECODE * cpu.decode,
+    )
+    cost = round_cost(replace(plan.workload, processor=exact), choice)
+    return cost if cost.seconds < WORTH_IT * plan.round.seconds else None
 
 
 def cost_of_round(

@@ -26,6 +26,8 @@ SHORT_ROUND_STEPS = 10
 MEASURED_ROUNDS = 60
 """The number of rounds of the longest runs in docs/results/outer_settings.md. Longer runs were not measured."""
 HIGH_MOMENTUM = 0.9
+LEAST_COSTLY_WIRE = 10_000_000
+"""The values of a round from which the time of encoding matters."""
 MEASURED_STEPS = 1000
 """The inner steps of the longest plans in docs/results/outer_settings.md."""
 SHORT_PLAN_OUTER = (1.0, 0.5)
@@ -328,6 +330,19 @@ class DiLoCoSettings:
     def entries_per_snapshot(self) -> int:
         """Entries from one snapshot to the next. In between, each fragment has had at least one round."""
         return max(self.snapshot_every, self.n_fragments)
+
+    def warn_of_costly_wire(self, n_elements: int) -> None:
+        """Warn of a wire that costs more time than it saves, because the store is on this machine.
+
+        Args:
+            n_elements: the number of values of all contributions of a round. Small rounds take no time either way.
+        """
+        if self.wire != "fp32" and n_elements >= LEAST_COSTLY_WIRE:
+            warnings.warn(
+                f"wire={self.wire!r}: the store is a directory of this machine, where encoding usually takes longer than "
+                'it saves. wire="fp32" has faster and exact rounds, unless the directory is a slow network disk.',
+                stacklevel=3,
+            )
 
     def warn_of_outer_settings(self, model: nn.Module) -> None:
         """Warn of outer settings that measured worse than others: docs/results/outer_settings.md has the table.

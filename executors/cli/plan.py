@@ -198,7 +198,7 @@ def plan(
                f"({source}: {describe_link(link)})", "bold", wrap=True)  # fmt: skip
     for line in (*_lines(found), _sums(found, document["sums"], place)):
         output.print(line, wrap=True)
-    for line in _advice(found, free, source):
+    for line in _advice(found, free, source, planner.faster_exact_round(found)):
         output.print(line, "yellow", wrap=True)
     output.print(f"in your loop:  DiLoCo(model, {_settings(found)})")
     if n > 1:
@@ -339,10 +339,11 @@ def _dollars(usd: float) -> str:
     return f"{usd:,.2f}" if usd < 100 else f"{usd:,.0f}"
 
 
-def _advice(plan: Any, free: Any, source: str) -> list[str]:
+def _advice(plan: Any, free: Any, source: str, exact: Any = None) -> list[str]:
     """Return lines of advice about a plan.
 
     Args:
+        exact: the cost of a round with the wire fp32, if it is less. None: it is not less.
         plan: the plan.
         free: the best plan without the user's fixed settings. None: it is not needed, because no step waits.
         source: the source of the numbers of the link.
@@ -356,6 +357,11 @@ def _advice(plan: Any, free: Any, source: str) -> list[str]:
         lines.append(
             f"A round misses the last {plan.choice.overlap_steps} of {plan.choice.inner_steps} steps. More than "
             "half of them costs loss: a larger --inner-steps leaves room for fragments."
+        )
+    if exact is not None:
+        lines.append(
+            f"A round takes {exact.seconds:.2g} s with --wire fp32 and {plan.round.seconds:.2g} s with "
+            f"{plan.choice.wire}: over this store, encoding costs more than it brings."
         )
     if "assumed" in source:
         lines.append("The link is assumed. Measure it with --probe, or give --up, --down and --latency.")

@@ -64,6 +64,14 @@ class ActivitySample:
     """True if a thread is in state D: it waits for a disk, or for a page that is being read."""
     runnable: frozenset[int]
     """The threads in state R: they run, or wait for a processor."""
+    waits_inside: bool = False
+    """True if every thread waits for a lock or a child of the tree, or is in `timed`. So no other program, file,
+    connection or timer can end the wait. False if that is not known.
+    """
+    timed: frozenset[int] = frozenset()
+    """The threads that wait for a lock with a time limit, or are runnable. A thread that waits for the GIL is one of
+    them, and has such a wait every 5 ms.
+    """
 
 
 def not_here(system: str, call: str, number: int = errno.ENOSYS) -> OSError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import socket
 import struct
 import sys
@@ -16,6 +17,14 @@ assert sys.platform == "linux"  # so that a check of types for another system le
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 MAX_PROCESSES = 256
 """A tree with more processes is measured in part: the rest could only make it look more active."""
+
+ENDED = ("Z", "X")
+"""The states of a thread that has ended."""
+_FUTEX, *_WAITS_FOR_CHILD = {"x86_64": (b"202", b"61", b"247"), "aarch64": (b"98", b"260", b"95")}.get(
+    platform.machine(), (b"unknown",)
+)
+"""The numbers of the system calls futex, wait4 and waitid, by which a thread waits for a lock or for a child."""
+_TIMEOUT_AT = 4  # the field of the call's time limit, after the call's number and three arguments
 
 _SOCK_DIAG_BY_FAMILY, _NLMSG_DONE, _NLMSG_ERROR = 20, 3, 2
 _NETLINK_SOCK_DIAG = 4
@@ -43,6 +52,7 @@ def take_sample(root: int, now: float, ignored_threads: Collection[int] = ()) ->
     """
     threads: dict[int, ThreadTimes] = {}
     cpu_s, io_bytes, inodes, states = 0.0, 0, set[int](), dict[int, str]()
+    waits_inside, timed = True, set[int]()
     pending, n_processes = [root], 0
     while pending and n_processes < MAX_PROCESSES:
         pid = pending.pop()
@@ -68,6 +78,13 @@ def take_sample(root: int, now: float, ignored_threads: Collection[int] = ()) ->
                 io_bytes -= _io_bytes(f"{base}/io")
                 continue
             states[tid] = own[0]
+            # One thread that waits for anything else is enough, so the calls of the others are not read.
+            if waits_inside and own[0] not in ENDED:
+                # A thread that waits for the GIL is often runnable. Later samples show whether it only polls.
+                is_timed = True if own[0] == "R" else _waits_inside(f"{base}/syscall") if own[0] == "S" else None
+                waits_inside = is_timed is not None
+                if is_timed:
+                    timed.add(tid)
             counters = _read(f"{base}/schedstat").split()
             if len(counters) == len(ThreadTimes._fields):
                 threads[tid] = ThreadTimes(*map(int, counters))
@@ -83,7 +100,24 @@ def take_sample(root: int, now: float, ignored_threads: Collection[int] = ()) ->
         can_see_tcp=tcp_bytes is not None,
         is_waiting_on_disk="D" in states.values(),
         runnable=frozenset(tid for tid, state in states.items() if state == "R"),
+        waits_inside=waits_inside and n_processes < MAX_PROCESSES,
+        timed=frozenset(timed),
     )
+
+
+def _waits_inside(path: str) -> bool | None:
+    """Return True if a thread waits for a lock with a time limit, and False if it waits for a lock or a child without
+    one.
+
+    None: the thread waits for something else, or the kernel does not show its call (proc_pid_syscall(5)).
+
+    Args:
+        path: the thread's file `syscall` in /proc.
+    """
+    fields = _read(path).split()
+    if len(fields) <= _TIMEOUT_AT or fields[0] not in (_FUTEX, *_WAITS_FOR_CHILD):
+        return None
+    return fields[0] == _FUTEX and fields[_TIMEOUT_AT] != b"0x0"
 
 
 def _read(path: str) -> bytes:

@@ -29,6 +29,8 @@ N_SAMPLES = 5
 """Samples in a window."""
 RUNNABLE_SHARE = 0.8
 """A tree that had something to run in this share of the samples is active."""
+TURNS_PER_S_FOR_GIL = 20.0
+"""A thread that waits for the GIL gets more turns than this, 200 on an idle machine."""
 STARVED = 0.99
 """A thread that waited for a processor for this share of a window counts as one that would use a whole core."""
 
@@ -42,12 +44,15 @@ class ProcessActivity:
         bytes_per_s: bytes per second through files, pipes and TCP connections.
         is_waiting_on_disk: True if the tree was seen to wait for a disk.
         is_always_runnable: True if a thread was ready to run at every sample.
+        waits_inside: True if at every sample all threads waited for a lock of the tree, and none for anything that can
+            come from outside, such as a file, a connection or a timer. Default False: not known.
     """
 
     cores: float
     bytes_per_s: float = 0.0
     is_waiting_on_disk: bool = False
     is_always_runnable: bool = False
+    waits_inside: bool = False
 
     @property
     def is_active(self) -> bool:
@@ -72,16 +77,22 @@ class ActivityMeter:
         self._pid, self.window_s = pid, window_s
         self._samples = deque[ActivitySample]()
         self._next_at = 0.0
+        self.waits_inside = False
+        """True if the newest window was idle, and the tree only waited for its own locks in it."""
 
     @property
     def every_s(self) -> float:
         """Seconds between two samples."""
         return self.window_s / N_SAMPLES
 
-    def reset(self) -> None:
-        """Forget the samples, so that activity before the next sample does not count."""
+    def reset(self, next_at: float = 0.0) -> None:
+        """Forget the samples, so that activity before the next sample does not count.
+
+        Args:
+            next_at: the earliest time of the next sample, by `time.monotonic`. Default 0: at the next look.
+        """
         self._samples.clear()
-        self._next_at = 0.0
+        self._next_at = next_at
 
     def look(self, now: float, ignored_threads: Collection[int] = ()) -> bool | None:
         """Take a sample if one is due.
@@ -97,7 +108,7 @@ class ActivityMeter:
         """
         if now < self._next_at:
             return None
-        self._next_at = now + self.every_s
+        self._next_at, self.waits_inside = now + self.every_s, False
         taken = take_sample(self._pid, now, ignored_threads)
         if taken is None:
             self._samples.clear()
@@ -109,7 +120,9 @@ class ActivityMeter:
             samples.popleft()
         if now - samples[0].at < self.window_s:
             return None
-        if not usage_between(list(samples)).is_active:
+        usage = usage_between(list(samples))
+        self.waits_inside = not usage.is_active and usage.waits_inside
+        if not usage.is_active:
             return False
         # A burst early in the window has ended. It must not make the time of the last activity later than it really
         # was.
@@ -158,7 +171,22 @@ def usage_between(samples: Sequence[ActivitySample]) -> ProcessActivity:
         # The counters of a thread do not change while it waits for a processor during a whole window.
         is_always_runnable=sum(itertools.starmap(_wants_to_run, itertools.pairwise(samples)))
         >= max(3.0, RUNNABLE_SHARE * len(later)),
+        waits_inside=all(sample.waits_inside for sample in samples) and not _waits_for_a_timer(samples),
     )
+
+
+def _waits_for_a_timer(samples: Sequence[ActivitySample]) -> bool:
+    """Return True if a thread waited for a lock with a time limit, other than for the GIL.
+
+    The end of the time limit may be what the tree waits for, as in `Event().wait(30)` between two attempts of a
+    download. A thread that waits for the GIL has a limit of 5 ms, so it gets a turn many times a second.
+    """
+    first, last = samples[0], samples[-1]
+    for thread in frozenset().union(*(sample.timed for sample in samples)):
+        times = last.threads.get(thread, NO_TIMES).since(first.threads.get(thread, NO_TIMES))
+        if not times.polls or times.n_turns < TURNS_PER_S_FOR_GIL * (last.at - first.at):
+            return True
+    return False
 
 
 def _wants_to_run(before: ActivitySample, after: ActivitySample) -> bool:

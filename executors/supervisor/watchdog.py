@@ -3,6 +3,8 @@
 ADR 0043 has the table of states and limits, and the reasons. In short: each mark of progress shows that the rank works.
 Without marks, an idle rank counts as hanging after a minute. An active rank counts as hanging after half an hour,
 because it may be evaluating. A beat or a tick only shows that some code runs, and does not count as progress.
+ADR 0090 adds the limit of a few seconds on a rank that is stuck: all its threads wait for its own locks, and no other
+process can end that.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from executors.worker.failure import is_users_file
 from executors.worker.watched import STACKS_NAME
 
 N_TO_LEARN = 6  # intervals of a section that are needed before its idle limit is learned from them
+N_FOR_STUCK = 20  # intervals of a section that are needed before the limit on a stuck rank applies
+LEARNED_FROM_STUCK_S = 12.0  # a rank that was ended as stuck learns at most this, so its limit grows up to the idle one
+STUCK_AGAIN_S = 1.0  # after a sample that shows that the rank is not stuck, the next one is this much later
 LONGEST_TIMES = 5.0  # a learned limit is this many times the longest interval so far
 LATE_TICK_S = 15.0  # on a loaded machine a tick may be this late
 LOOK_S = 1.0
@@ -47,6 +52,8 @@ class Defaults:
 
     Args:
         idle_s: the shortest idle limit between two marks.
+        stuck_s: the shortest limit on a rank all of whose threads wait for its own locks, between two marks. It is also
+            the time from that limit to SIGKILL.
         unknown_idle_s: the idle limit before any limit is learned: at the start, in a new section, and at the end.
         active_s: the shortest limit on an active rank between two marks, and from the opening of a DiLoCo to the first
             mark.
@@ -56,6 +63,7 @@ class Defaults:
     """
 
     idle_s: float = 60.0
+    stuck_s: float = 4.0
     unknown_idle_s: float = DEFAULT_START_S
     active_s: float = 1800.0
     call_s: float = ROUND.seconds
@@ -95,6 +103,7 @@ class Limit:
 
 SEEN = {
     "idle": "was idle",
+    "stuck": "waited for its own locks alone",
     "active": "worked without progress",
     "given": "made no progress",
     "section": "made no progress",
@@ -103,6 +112,7 @@ SEEN = {
 }
 """The observation that the sentence about a limit begins with, by the kind of the limit."""
 REMEDIES = {
+    "stuck": 'replica.section("evaluate", limit_s=…), replica.progress() or --hang-timeout allow more time.',
     "idle": 'replica.section("evaluate", limit_s=…), replica.progress() or --hang-timeout allow more time.',
     "active": 'replica.section("evaluate", limit_s=…), replica.progress() or --hang-timeout allow more time.',
     "given": 'A longer --hang-timeout, replica.section("evaluate", limit_s=…) or replica.progress() allow more time.',
@@ -172,6 +182,10 @@ class Watchdog:
         activity."""
         self._row = page.current_row
         self._meter = ActivityMeter(pid)
+        self._stuck_meter = ActivityMeter(pid)
+        """A second meter, whose short window fits the short limit on a stuck rank."""
+        self._stuck_since: float | None = None
+        """The time since which the rank only waits for its own locks. None: it does not, or that is not known."""
         self._was_idle = False
         """True if the rank was measured to be idle since `_idle_since`."""
         self._steps: Iterator[tuple[float, WatchdogReport | None]] | None = None
@@ -205,6 +219,7 @@ class Watchdog:
         if late_s > LOOK_S and self._steps is None:  # this machine was asleep, or a store delayed the supervisor
             self._floor = min(now, max(page.since, self._floor) + late_s)
             self._idle_since = min(now, self._idle_since + late_s)
+            self._forget_stuck()
             self._started_at = min(now, self._started_at + late_s)
         # the time of waits, and of sections with a limit, is not part of the start
         elif page.unwatched or page.limit_s is not None:
@@ -222,11 +237,14 @@ class Watchdog:
                 return None
             if (left_s := limit.since + limit.soft_s - now) > 0:
                 self.next_look_at = now + min(LOOK_S, left_s, self._meter.every_s)
+                if self._now - self._since >= self._stuck_meter.window_s / 2 and self._may_be_stuck:
+                    self.next_look_at = min(self.next_look_at, now + self._stuck_meter.every_s)
                 if now - page.beat > OLD_S - LOOK_S:
                     self._measure(activity(self._judged_pid))
                 return None
             if (seen := activity(self._judged_pid)) is not None and seen.is_traced:  # a user debugs the process
                 self._floor = self._idle_since = now
+                self._forget_stuck()
                 self.next_look_at = now + min(LOOK_S, limit.soft_s)
                 return None
             self._limit = limit
@@ -249,9 +267,12 @@ class Watchdog:
         self._mark, self._idle_since = mark, self._since
         self._row, self._was_idle = self._page.current_row, False
         self._meter.reset()
+        self._forget_stuck()
 
     def _next_limit(self) -> Limit | None:
         """Return the limit that is reached first if nothing changes. None: no limit is in force."""
+        if self._may_be_stuck:
+            self._look_if_stuck()
         found = list(self._limits())
         for limit in found:
             if limit.kind == "idle" and self._is_active(limit):
@@ -299,7 +320,60 @@ class Watchdog:
             if n_intervals >= N_TO_LEARN:
                 idle_s = max(least.idle_s, LONGEST_TIMES * page.longest_idle_s)
             yield self._idle_limit(idle_s, ends=ends)
+            yield from self._stuck_limit(ends=ends)
             yield Limit("active", self._since, active_s, active_s + least.kill_after_s, ends)
+
+    @property
+    def _stuck_s(self) -> float:
+        """The limit on a stuck rank, in seconds.
+
+        It is short between two marks of a loop that has made marks for a while. Then it grows with the longest idle
+        time after which the rank continued.
+        """
+        least, page = self._defaults, self._page
+        if not page.progress_marks or page.intervals[0] < N_FOR_STUCK:
+            return least.idle_s
+        return min(max(least.stuck_s, LONGEST_TIMES * page.longest_idle_s), max(least.idle_s, least.stuck_s))
+
+    @property
+    def _may_be_stuck(self) -> bool:
+        """True if the limit on a stuck rank applies now. It never replaces a number that the user gave.
+
+        A replica of several processes is left out, because a process may wait for a lock of another one.
+        """
+        page, limits = self._page, self.limits
+        if self.others or page.unwatched or page.is_finished or page.limit_s is not None:
+            return False
+        return limits.soft_s is None and (page.progress_marks > 0 or limits.start_s is None) and not limits.is_off
+
+    def _stuck_limit(self, *, ends: bool) -> Iterator[Limit]:
+        if self._may_be_stuck and self._stuck_since is not None:
+            hard_s = self._stuck_s + self._defaults.stuck_s
+            yield Limit("stuck", self._stuck_since, self._stuck_s, hard_s, ends)
+
+    def _look_if_stuck(self) -> None:
+        """Take a sample if one is due, and note since when the rank only waits for its own locks."""
+        meter = self._stuck_meter
+        meter.window_s = self._defaults.window_s(self._stuck_s)
+        if self._now - self._since < meter.window_s / 2:
+            return
+        is_active = meter.look(self._now, self._own_threads)
+        if is_active is None:
+            return
+        if is_active or not meter.waits_inside:
+            self._stuck_since = None
+            meter.reset(self._now + STUCK_AGAIN_S)
+        elif self._stuck_since is None:
+            self._stuck_since = max(self._since, self._now - meter.window_s)
+
+    def _forget_stuck(self) -> None:
+        self._stuck_since = None
+        self._stuck_meter.reset()
+
+    @property
+    def _own_threads(self) -> set[int]:
+        """The native ids of the rank's threads that belong to this project, and beat also in a hung process."""
+        return {int(self._page.beat_thread), int(self._page.heartbeat_thread)}
 
     def _limits_of_start(self, *, ends: bool) -> Iterator[Limit]:
         """Yield the limits before the first mark."""
@@ -310,6 +384,7 @@ class Watchdog:
             return
         # A script that never reports is idle at times, and may compute for days.
         yield self._idle_limit(least.unknown_idle_s, "at the start", ends=ends)
+        yield from self._stuck_limit(ends=ends)
         if self._page.opened_at:
             since = max(self._since, self._page.opened_at)
             yield Limit("start", since, least.active_s, least.active_s + least.kill_after_s, ends, "from DiLoCo(…) on")
@@ -323,8 +398,7 @@ class Watchdog:
         if self._now - self._since < window_s / 2:
             return False
         self._meter.window_s = window_s
-        ours = {int(self._page.beat_thread), int(self._page.heartbeat_thread)}
-        is_active = self._meter.look(self._now, ours)
+        is_active = self._meter.look(self._now, self._own_threads)
         self._was_idle |= is_active is False
         return is_active is True
 
@@ -355,10 +429,13 @@ class Watchdog:
                 dog._frame = _frame_of(dumps[dog], int(dog._page.main_thread)) or dog._frame
             stacks = self._joined(dumps)
             self._meter.reset()  # the dump itself must not count as activity of the rank
+            self._stuck_meter.reset()
             sentence = self._sentence(limit)
             report = WatchdogReport(sentence, f"{sentence}\n{stacks}" if stacks else None)
             yield (0.0 if is_again else AGAIN_S), report
         if limit.ends:  # yielded after the stacks were kept, because the outcome that follows names them
+            if limit.kind == "stuck":  # perhaps the wait would have ended, so the next attempt waits longer
+                self._page.note_idle(self._row, min(limit.soft_s, LEARNED_FROM_STUCK_S))
             self._page.note_hang(sentence)
             self._signal(HANG_SIGNAL)
             yield LOOK_S, None
@@ -463,7 +540,7 @@ class Watchdog:
         reached, n = self._page.reached or {}, int(leader._page.n_stacks)
         where = [f" after {name} {reached[name]:.0f}" for name in ("step", "round") if name in reached]
         stacks = f" All stacks: replicas logs {self._spec.run_id} -r {self._rank} --stacks." if n else ""
-        if self._page.section != STEPS and limit.kind in ("idle", "active"):
+        if self._page.section != STEPS and limit.kind in ("idle", "active", "stuck"):
             where = [*where[:1], f" in section {self._page.section!r}"]
         sentence = describe_end(
             "hang",
@@ -471,7 +548,7 @@ class Watchdog:
             self._spec.world_size,
             seen=SEEN[limit.kind],
             for_s=self._now - limit.since,
-            where="".join(where[:2] if limit.kind in ("idle", "active") else where[:1]),
+            where="".join(where[:2] if limit.kind in ("idle", "active", "stuck") else where[:1]),
             limit=f"{round(limit.soft_s, 1):g} s" + (limit.source and f", {limit.source}"),
             diagnosis=self._diagnosis(),
             remedy=REMEDIES[limit.kind] and f" {REMEDIES[limit.kind]}",

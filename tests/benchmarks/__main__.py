@@ -15,6 +15,7 @@ from . import (
     dashboards,
     exactness,
     far,
+    goodput,
     launch,
     looking,
     loss_of_wires,
@@ -24,11 +25,13 @@ from . import (
     outer_step,
     pages,
     ray_jobs,
+    recovery,
     restarts,
     rounds,
     slurm,
     trainer,
     training_loop,
+    utilization,
     watching,
     wires,
 )
@@ -54,6 +57,7 @@ BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("W8",): beside.signed,
     ("W9",): by_the_clock.by_the_clock,
     ("W10",): outer_step.memory_beside,
+    ("W12",): utilization.utilization,
     ("Q1", "Q2", "Q3", "Q4"): looking.looking,
     ("M1", "M3"): metrics.metrics,
     ("M2",): pages.pages,
@@ -67,6 +71,9 @@ BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("R4",): watching.marks,
     ("R5",): watching.false_alarms,
     ("R6",): restarts.goodput,
+    ("R7",): goodput.published_recipe,
+    ("R8",): goodput.own_recipe,
+    ("R9",): recovery.recovery,
     ("P1",): members.restarts_of_members,
     ("P2", "P3"): members.launches_of_members,
     ("P4",): members.next_calls,
@@ -75,7 +82,7 @@ BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("E1", "E2", "E3"): slurm.slurm,
     ("C1",): exactness.exactness,
 }
-LONG = ("R5", "R6", "W6")
+LONG = ("R5", "R6", "R7", "R8", "R9", "W6", "W12")
 NAMES = sorted(name for names in BENCHMARKS for name in names)
 
 

@@ -102,7 +102,7 @@ def _ticking_us(seconds: float) -> float:
 
 
 def false_alarms(options: Options) -> list[Comparison]:
-    """R5: replicas that make steps, and evaluate for two minutes in between, on a machine with much other work.
+    """R5: replicas that make steps, and evaluate or wait in between, on a machine with much other work.
 
     Runs for an hour unless `--seconds` shortens it.
     """
@@ -113,7 +113,7 @@ def false_alarms(options: Options) -> list[Comparison]:
         with state_of_its_own():
             args = {"seconds": seconds, "evaluation_s": 0.2 if options.quick else EVALUATION_S}
             run = launch(LocalProcessExecutor(preload=()), f"{FILE}:step_for", n, args=args, restarts=3)
-            run.wait(seconds + EVALUATION_S + 300)
+            run.wait(seconds + EVALUATION_S + 600)
             alarms = sum(len(_stacks_of(run, rank)) for rank in range(n))
             ends = sum(outcome.status != "succeeded" for outcome in run.outcomes())
     finally:

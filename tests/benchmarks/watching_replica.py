@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 from executors import current_replica
+
+LONGEST_IDLE_S = 40.0
+"""The longest wait without any activity. The limit on idle ranks ends a wait of a minute."""
 
 
 def hold_gil(folder: str) -> None:
@@ -57,8 +64,33 @@ def save(seconds: float) -> None:
             time.sleep(1.0)
 
 
-EVALUATIONS = (compute, compute_in_a_process, save)
-"""Work without reports, which uses the processor in this process or in another one, or a disk."""
+def wait_for_an_answer(seconds: float) -> None:
+    """Wait for a server that answers late, as a service that evaluates a model."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        client.settimeout(min(seconds, LONGEST_IDLE_S))
+        with contextlib.suppress(TimeoutError):
+            client.recv(1)
+
+
+def wait_for_a_loader(seconds: float) -> None:
+    """Wait without a time limit for a thread that waits between two tries, as a data loader does."""
+    items = queue.SimpleQueue[int]()
+
+    def load() -> None:
+        threading.Event().wait(min(seconds, LONGEST_IDLE_S))
+        items.put(1)
+
+    threading.Thread(target=load).start()
+    items.get()
+
+
+def wait_for_a_process(seconds: float) -> None:
+    """Wait for a program that waits."""
+    subprocess.run(["sleep", str(min(seconds, LONGEST_IDLE_S))], check=True)
+
+
+EVALUATIONS = (compute, wait_for_a_loader, compute_in_a_process, wait_for_an_answer, save, wait_for_a_process)
+"""Work without reports, which uses the processor in this process or in another one, or a disk, or which waits."""
 
 
 def beat_for(seconds: float, is_watched: bool) -> float:

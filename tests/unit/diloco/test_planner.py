@@ -33,6 +33,7 @@ from diloco.planner import (
     choose,
     cost_of_round,
     evaluate,
+    faster_exact_round,
     round_cost,
     with_hiding_overlap,
 )
@@ -68,9 +69,9 @@ def test_the_parts_of_a_sharded_round_are_those_of_the_formula() -> None:
     assert (
         cost.processor_s == pytest.approx(2.6 * (1 / 1.5 + 8 * part / 5 + 1 / 5 + 1 / 1.5)) == pytest.approx(4.51, 1e-2)
     )
-    assert cost.noticing_s == 2 * 0.5
+    assert cost.noticing_s == 2 * 0.048
     assert cost.seconds == cost.link_s + cost.requests_s + cost.processor_s + cost.noticing_s
-    assert cost.seconds == pytest.approx(14.3, abs=0.05)
+    assert cost.seconds == pytest.approx(13.4, abs=0.05)
 
 
 @given(elements=st.integers(1, 200 << 20), n=st.integers(1, 100), wire=NAMES)
@@ -134,7 +135,7 @@ def test_the_sums_are_of_all_replicas_rounds_and_fragments() -> None:
 
 def test_the_choice_is_the_shortest_round_with_room_and_of_these_the_least_stale() -> None:
     plan = choose(EXAMPLE)
-    assert plan.choice == Choice(inner_steps=50, fragments=2, overlap_steps=20, wire="int8")
+    assert plan.choice == Choice(inner_steps=50, fragments=5, overlap_steps=9, wire="int8")
     assert (plan.choice.inner_steps, plan.choice.wire, plan.has_room) == (50, "int8", True)
     of_that_length = [with_hiding_overlap(EXAMPLE, Choice(inner_steps=50, fragments=n)) for n in (1, 2, 5)]
     assert plan.choice.overlap_steps == min(each.choice.overlap_steps for each in of_that_length if each.has_room)
@@ -142,6 +143,17 @@ def test_the_choice_is_the_shortest_round_with_room_and_of_these_the_least_stale
         with_hiding_overlap(EXAMPLE, Choice(inner_steps=h, fragments=p)) for h in (10, 20, 30) for p in (1, 2, 5)
     ]
     assert not any(each.has_room for each in shorter)
+
+
+@pytest.mark.parametrize(("speed", "is_faster"), [(20e9, True), (5e9, True), (1e9, False), (5e6, False)])
+def test_the_exact_wire_is_named_where_encoding_takes_longer_than_the_saved_bytes(
+    speed: float, *, is_faster: bool
+) -> None:
+    link = Link(up=speed, down=speed, latency_s=0.0001)
+    plan = choose(Workload(params=10**8, n=4, step_s=0.1, link=link), wires=("int8",))
+    exact = faster_exact_round(plan)
+    assert (exact is not None) is is_faster
+    assert exact is None or exact.seconds < plan.round.seconds
 
 
 def test_int4_is_chosen_only_if_it_halves_inner_steps() -> None:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import struct
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from support.wires import decoded, encoded, values
 from xxhash import xxh3_64_hexdigest
 
+from diloco.settings import DiLoCoSettings
 from diloco.wires import DEFAULT_MEAN_WIRE, FP32, MEAN_WIRES, WIRES
 from diloco.wires.wire import BLOCK_ELEMENTS, PIECE, Floats, NotFiniteError, Wire, square_of
 
@@ -199,3 +202,16 @@ def test_the_squares_of_values_as_large_as_floats_get_are_summed() -> None:
 def test_means_travel_in_wires_that_exist() -> None:
     assert set(DEFAULT_MEAN_WIRE) == set(WIRES)
     assert set(DEFAULT_MEAN_WIRE.values()) <= set(MEAN_WIRES)
+
+
+@pytest.mark.parametrize(
+    ("wire", "n_elements", "warns"), [("int8", 20_000_000, True), ("int8", 1000, False), ("fp32", 20_000_000, False)]
+)
+def test_a_wire_that_costs_more_than_it_brings_on_this_machine_is_named(
+    wire: str, n_elements: int, *, warns: bool
+) -> None:
+    chosen: Any = SimpleNamespace(wire=wire)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        DiLoCoSettings.warn_of_costly_wire(chosen, n_elements)
+    assert [str(each.message).split(":")[0] for each in found] == (["wire='int8'"] if warns else [])

@@ -120,11 +120,50 @@ def test_waiting_is_idle(code: str, sink: int) -> None:
         assert not usage_of(pid).is_active
 
 
-def test_a_stopped_process_is_idle() -> None:
+STUCK = {
+    name: WAITING[name] for name in ("waits for a lock", "waits for a child that it forked and that waits for a lock")
+} | {
+    "holds the GIL in a lock of C": (
+        "import ctypes\nl = ctypes.create_string_buffer(128); c = ctypes.PyDLL(None)\n"
+        "c.pthread_mutex_lock(l); c.pthread_mutex_lock(l)"
+    ),
+    "waits for a thread that waits for a lock": (
+        "l = threading.Lock(); l.acquire(); t = threading.Thread(target=l.acquire); t.start(); t.join()"
+    ),
+}
+NOT_STUCK = {
+    name: WAITING[name] for name in ("sleeps", "polls", "waits for an answer", "waits for a child that waits")
+} | {
+    "waits for a lock with a time limit": "threading.Event().wait(600)",
+    "waits for a thread that sleeps": "t = threading.Thread(target=time.sleep, args=[600]); t.start(); t.join()",
+    "waits for a thread that waits for an answer": (
+        "s = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
+        "t = threading.Thread(target=s.recv, args=[1]); t.start(); t.join()"
+    ),
+    "waits for a thread that waits with a time limit": (
+        "t = threading.Thread(target=threading.Event().wait, args=[600]); t.start(); t.join()"
+    ),
+    "computes": SPIN,
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows the system call of a thread")
+@pytest.mark.parametrize(
+    ("code", "is_stuck"), [(STUCK[n], True) for n in STUCK] + [(NOT_STUCK[n], False) for n in NOT_STUCK]
+)
+def test_a_process_is_stuck_only_if_nothing_outside_can_end_its_wait(code: str, sink: int, *, is_stuck: bool) -> None:
+    with process(code, str(sink)) as pid:
+        usage_of(pid)
+        assert usage_of(pid).waits_inside is is_stuck
+
+
+def test_a_stopped_process_is_idle_and_not_stuck() -> None:
     with process(SPIN) as pid:
         os.kill(pid, signal.SIGSTOP)
         usage_of(pid)
-        assert not usage_of(pid).is_active
+        found = usage_of(pid)
+        assert not found.is_active
+        assert not found.waits_inside
 
 
 def test_threads_of_this_project_do_not_count() -> None:
@@ -169,6 +208,15 @@ def sample_at(
 def test_how_much_a_thread_wants_does_not_depend_on_the_load(run_s: float, wait_s: float, *, is_active: bool) -> None:
     samples = [sample_at(0.0), sample_at(10.0, run_s=run_s, wait_s=wait_s)]
     assert usage_between(samples).is_active is is_active
+
+
+@pytest.mark.parametrize(("n_turns", "is_stuck"), [(0, False), (10, False), (150, True)])
+def test_a_thread_that_waits_for_the_gil_does_not_look_like_one_with_a_timer(n_turns: int, *, is_stuck: bool) -> None:
+    samples = [
+        sample_at(0.0, waits_inside=True, timed=frozenset([7])),
+        sample_at(1.0, run_s=0.001, n_turns=n_turns, waits_inside=True, timed=frozenset([7])),
+    ]
+    assert usage_between(samples).waits_inside is is_stuck
 
 
 def test_a_tree_that_is_always_runnable_is_active_although_its_counters_do_not_change() -> None:

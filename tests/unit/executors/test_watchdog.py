@@ -28,17 +28,20 @@ class FakeMeter:
 
     window_s = every_s = 10.0
 
-    def __init__(self, is_active: Callable[[float], bool]) -> None:
+    def __init__(self, is_active: Callable[[float], bool], is_stuck: Callable[[float], bool] | None = None) -> None:
         self.is_active, self.next_at, self.n_samples = is_active, 0.0, 0
+        self.is_stuck, self.waits_inside = is_stuck or never, False
 
-    def reset(self) -> None:
-        self.next_at = 0.0
+    def reset(self, next_at: float = 0.0) -> None:
+        self.next_at = next_at
 
     def look(self, now: float, _: Collection[int]) -> bool | None:
         if now < self.next_at:
             return None
         self.next_at, self.n_samples = now + self.window_s / 5, self.n_samples + 1
-        return self.is_active(now - START)
+        is_active = self.is_active(now - START)
+        self.waits_inside = not is_active and self.is_stuck(now - START)
+        return is_active
 
 
 def never(_: float) -> bool:
@@ -50,7 +53,12 @@ def always(_: float) -> bool:
 
 
 def watchdog_of(
-    page: SharedPage, limits: str = "auto", *, ends: bool = True, is_active: Callable[[float], bool] = never
+    page: SharedPage,
+    limits: str = "auto",
+    *,
+    ends: bool = True,
+    is_active: Callable[[float], bool] = never,
+    is_stuck: Callable[[float], bool] = never,
 ) -> Watchdog:
     page.since = page.beat = page.tick = START
     watchdog = Watchdog(
@@ -63,6 +71,7 @@ def watchdog_of(
         rank=3,
     )
     watchdog._meter = FakeMeter(is_active)  # type: ignore[assignment]
+    watchdog._stuck_meter = FakeMeter(is_active, is_stuck)  # type: ignore[assignment]
     return watchdog
 
 
@@ -155,9 +164,10 @@ def page_in(state: str) -> SharedPage:
     if state in ("start", "opened", "section of 30 s at the start", "waits at the start", "finished without a mark"):
         page = SharedPage()
     else:
-        idle_s = 20.0 if state == "idle for 20 s before" else 0.0
+        idle_s = {"idle for 20 s before": 20.0, "idle for 2 s before": 2.0}.get(state, 0.0)
         longest_s = 600.0 if state == "an interval of 10 min before" else 1.0
-        page = page_with(5 if state == "few marks" else 9, longest_s, idle_s)
+        n_marks = {"few marks": 5, "steady": 40, "idle for 2 s before": 40, "idle for 20 s before": 40}.get(state, 9)
+        page = page_with(n_marks, longest_s, idle_s)
     if state == "opened":
         page.open_training()
         page.opened_at = START
@@ -232,6 +242,88 @@ def test_the_idle_limit_counts_from_the_last_activity() -> None:
     page = page_with(9)
     found = looked(watchdog_of(page, is_active=lambda at: at < 1000), page, START + 2000)
     assert 1058 <= found[0][0] <= 1062
+
+
+@pytest.mark.parametrize(
+    ("limits", "state", "limit"),
+    [
+        ("auto", "steady", (4, 8)),
+        ("auto", "idle for 2 s before", (10, 14)),
+        ("auto", "idle for 20 s before", (60, 64)),
+        ("auto", "marks", (60, 120)),  # too few to know that the loop is steady
+        ("auto", "start", (60, 64)),
+        ("auto", "opened", (60, 64)),
+        # A number that the user gave is not replaced.
+        ("120s:10m", "steady", (120, 600)),
+        ("auto,start=100s", "start", (100, 150)),
+        ("auto", "section of 30 s", (30, 45)),
+        ("off", "steady", None),
+        ("auto", "waits", None),
+        ("auto", "unwatched", None),
+        ("auto", "finished", (30 * M, 31 * M)),
+    ],
+)
+def test_a_rank_that_only_waits_for_its_own_locks_is_ended_soon(
+    limits: str, state: str, limit: tuple[float, float] | None
+) -> None:
+    page = page_in(state)
+    found = looked(watchdog_of(page, limits, is_stuck=always), page, START + H)
+    if limit is None:
+        assert found == []
+        return
+    soft_s, killed_s = limit
+    assert soft_s <= found[0][0] <= soft_s + 2.5
+    assert [at for at, report in found if report.is_kill] == [pytest.approx(killed_s, abs=2.5)]
+
+
+def test_a_process_of_several_is_not_stuck_alone() -> None:
+    page, other = page_in("steady"), page_in("steady")
+    dogs = [watchdog_of(each, is_stuck=always) for each in (page, other)]
+    rules.introduce(dogs)
+    assert 60 <= looked(dogs[0], page, START + 200)[0][0] <= 62.5
+
+
+def test_after_a_stuck_rank_the_next_attempt_waits_longer_up_to_the_idle_limit() -> None:
+    page, limits_s = page_in("steady"), []
+    for _ in range(4):
+        found = looked(watchdog_of(page, is_stuck=always), page, START + 300)
+        limits_s.append(round(found[0][0]))
+        page = SharedPage(after=page)
+        for _ in range(9):
+            page.progress()
+        page._numbers[page._row] = 0.05
+    assert limits_s == [pytest.approx(limit_s, abs=2) for limit_s in (4, 20, 60, 60)]
+
+
+def test_a_sample_that_shows_another_wait_begins_the_limit_anew() -> None:
+    page = page_in("steady")
+    found = looked(watchdog_of(page, is_stuck=lambda at: int(at) % 3 != 0 or at > 30), page, START + 60)
+    assert 33 <= found[0][0] <= 36.5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_hour_of_heavy_tailed_pauses_raises_no_alarm(seed: int) -> None:
+    """Pauses as of evaluations, saves, slow reads, compilations and waits for a processor, in a loop of 50 ms steps.
+
+    Nine in ten pauses last less than a second, and the longest a minute. In a pause the rank is active, waits for
+    something outside, or waits for its own locks, which never takes long in a rank that works.
+    """
+    rng, page = random.Random(seed), page_in("steady")
+    kind, longest = "steps", 0.0
+    watchdog = watchdog_of(page, is_active=lambda _: kind == "active", is_stuck=lambda _: kind == "locks")
+    now, mark, pause_s = START, START, 0.05
+    while now < START + H:
+        now = min(watchdog.next_look_at, mark + pause_s)
+        if now >= mark + pause_s:
+            page.progress_marks += 1
+            page.since = mark = now
+            kind = rng.choices(["steps", "active", "outside", "locks"], [0.9, 0.04, 0.04, 0.02])[0]
+            pause_s = {"steps": 0.5, "active": 300.0, "outside": 55.0, "locks": 3.0}[kind]
+            pause_s = min(pause_s, 0.05 * rng.paretovariate(0.7))
+            longest = max(longest, pause_s)
+        page.beat = page.tick = now
+        assert watchdog.look(now) is None, (kind, pause_s)
+    assert longest > 30, "the trace has no long pause"
 
 
 def test_an_idle_time_that_ended_is_learned_and_a_longer_one_is_allowed() -> None:

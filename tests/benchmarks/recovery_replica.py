@@ -1,0 +1,80 @@
+"""The task of the replica in the benchmark of recovery: train with a large state, and time the parts of a restart."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from executors import current_replica
+
+N_TENSORS = 32
+
+
+class Meter:
+    """Adds up the seconds of calls, and the bytes that they return."""
+
+    def __init__(self) -> None:
+        self.seconds, self.n_bytes = 0.0, 0
+
+    def timed(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                found = act(*arguments, **options)
+                self.n_bytes += len(found) if isinstance(found, memoryview) else 0
+                return found
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        return call
+
+
+def train(folder: str, state_bytes: int) -> None:
+    """Train until `folder/stop` exists. Each attempt writes the times of its first step into `folder/ATTEMPT`.
+
+    Args:
+        folder: the folder of the benchmark.
+        state_bytes: the bytes of the parameters and of AdamW's state together.
+    """
+    entered = time.monotonic()
+    import torch
+
+    from diloco import DiLoCo
+    from diloco.rendezvous import envelope
+
+    torch.set_num_threads(2)
+    replica = current_replica()
+    reading, proving = Meter(), Meter()
+    kind: Any = type(replica.store)
+    kind.get = reading.timed(kind.get)
+    setattr(envelope, "xxh3_128_hexdigest", proving.timed(envelope.xxh3_128_hexdigest))  # noqa: B010
+
+    model = torch.nn.ParameterList(torch.zeros(state_bytes // 12 // N_TENSORS) for _ in range(N_TENSORS))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    built = time.monotonic()
+    with DiLoCo(model, inner_steps=2, snapshot_every=1, same_data="allow") as diloco:
+        diloco.attach_state("optimizer", optimizer)
+        opened = time.monotonic()
+        times = {"entered": entered, "built": built, "opened": opened, "bytes": reading.n_bytes}
+        times |= {"reading": reading.seconds, "proving": proving.seconds}
+        while not Path(folder, "stop").exists():
+            for parameter in model:
+                if parameter.grad is None:
+                    parameter.grad = torch.full_like(parameter, 1e-3)
+            optimizer.step()
+            if "stepped" not in times:
+                times |= {"stepped": time.monotonic(), "rounds": diloco.rounds}
+                _write(Path(folder, str(replica.attempt)), times)
+            diloco.step()
+            _write(Path(folder, "rounds"), {"rounds": diloco.rounds, "pid": os.getpid(), "attempt": replica.attempt})
+
+
+def _write(path: Path, fields: dict[str, Any]) -> None:
+    """Write a file as a whole, so that no reader sees a part of it."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(fields))
+    new.replace(path)
