@@ -41,7 +41,7 @@ def train(
     store = FarStore(near, **link) if link else near
     model = Flat(n_elements)
     # Each step changes one part of the parameters, because a device would not use this machine's processor for it.
-    parts = model.flat.detach().split(-(-n_elements // inner_steps))
+    parts = torch.split(model.flat.detach(), -(-n_elements // inner_steps))
     change = 0.001 * (replica.rank + 1) * torch.randn(len(parts[0]), generator=torch.Generator().manual_seed(0))
     held_up_s: list[float] = []
     busy_s: list[float] = []

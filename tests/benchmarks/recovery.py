@@ -38,7 +38,7 @@ PARTS = ("a new process", "the model", "reading", "proving", "loading", "the ste
 
 def recovery(options: Options) -> list[Comparison]:
     """R9: one replica with 0.1, 1 and 4 GB of parameters and AdamW state."""
-    sizes = (2_000_000,) if options.quick else SIZES
+    sizes: tuple[int, ...] = (2_000_000,) if options.quick else SIZES
     if options.seconds:  # with less memory, `--seconds 1` leaves the larger states out
         sizes = tuple(size for size in sizes if size <= options.seconds * 1e9)
     found = []

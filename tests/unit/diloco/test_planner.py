@@ -145,7 +145,7 @@ def test_the_choice_is_the_shortest_round_with_room_and_of_these_the_least_stale
     assert not any(each.has_room for each in shorter)
 
 
-@pytest.mark.parametrize(("speed", "is_faster"), [(20e9, True), (5e9, True), (1e9, False), (5e6, False)])
+@pytest.mark.parametrize(("speed", "is_faster"), [(20e9, True), (1e9, False), (5e6, False)])
 def test_the_exact_wire_is_named_where_encoding_takes_longer_than_the_saved_bytes(
     speed: float, *, is_faster: bool
 ) -> None:
