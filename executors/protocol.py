@@ -16,6 +16,7 @@ from typing import Any, Literal, NotRequired, Protocol, TypedDict, get_args, run
 Reason = Literal[
     "exception",  # the entrypoint raised
     "hang",  # it made no progress within its limit
+    "rule",  # a rule of its run with the action `restart` was broken
     "timeout",  # it reached the time limit of its launch
     "signal",  # it was ended by a signal that `replicas` did not send
     "oom",  # the kernel killed it because memory was short

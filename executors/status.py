@@ -8,12 +8,15 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from executors.protocol import BY_USER, Outcome, Reason, ReplicaStatus, WarningCount
 from executors.settings.durations import name_duration
 from executors.store.run_key import RUN_KEY
 from executors.store.standstill import standstill_lines
+
+if TYPE_CHECKING:  # a replica imports this module, and each import delays its start
+    from executors.attempt.rule_record import RuleFinding
 
 INSTALLING = "installing"
 """The state of a replica whose container installs packages."""
@@ -239,6 +242,27 @@ class WarningDocument(TypedDict):
     """How often the warning came."""
 
 
+class RuleDocument(TypedDict):
+    """A rule of the run that was broken or not judged, as plain JSON."""
+
+    rule: str
+    """The rule as the user gave it."""
+    verdict: str
+    """`broken` or `unjudged`."""
+    evidence: str
+    """The value, the line or the time that broke the rule, or the reason why it was not judged."""
+    action: str
+    """The action of the rule: `notify`, `stop` or `restart`."""
+    rank: int
+    """The rank."""
+    attempt: int
+    """The number of the attempt, from 0."""
+    member: int | None
+    """The process of a replica that has several. Null: the rule is about the whole replica."""
+    at: float
+    """The Unix time at which the rank's supervisor saw it."""
+
+
 class AttemptDocument(TypedDict):
     """The name of an attempt as plain JSON."""
 
@@ -269,6 +293,8 @@ class StateFields(TypedDict):
     """The number of different warnings of the newest attempts and of the run."""
     warnings: Sequence[WarningDocument]
     """The first warning of each replica, and the warnings of the run as a whole."""
+    rules: Sequence[RuleDocument]
+    """The rules of the run that were broken or not judged, in the order in which they became known."""
     restarts_by_reason: Mapping[str, int]
     """The number of restarts, by the reason of the outcome before each restart."""
     standstills: Sequence[str]
@@ -322,7 +348,7 @@ class RestartState:
 
 @dataclass(frozen=True)
 class DecisionLine:
-    """One restart decision, with a line of text that describes it."""
+    """One restart decision or one broken rule, with a line of text that describes it."""
 
     at: float
     line: str
@@ -641,7 +667,7 @@ class RunStatus:
     min_replicas: int | None = None
     """The number of replicas that must succeed. None: all."""
     decided: Sequence[DecisionLine] = ()
-    """The restart decisions of the run so far, oldest first."""
+    """The restart decisions and the broken rules of the run so far, in the order in which they became known."""
     restarts_by_reason: Mapping[str, int] = field(default_factory=dict)
     """The number of restarts so far, by the reason of the end before each restart."""
     forged: Sequence[tuple[int, int]] = ()
@@ -656,6 +682,8 @@ class RunStatus:
     """Unix time of the look."""
     store_url: str = ""
     """The url of the run's store, for commands that a line names."""
+    rules: Sequence[RuleFinding] = ()
+    """The rules that were broken or not judged, in the order in which they became known."""
 
     @property
     def is_terminal(self) -> bool:
@@ -755,13 +783,22 @@ class RunStatus:
         if len(outcomes) == len(self.replicas):
             texts = (alone_warning(outcomes), unlike_ends_warning(outcomes) or own_models_warning(outcomes))
             found += [FoundWarning(text=text, at=self.last_at) for text in texts if text is not None]
-        return found
+        return found + self.unjudged
+
+    @property
+    def unjudged(self) -> list[FoundWarning]:
+        """A warning for each rule that could not be judged."""
+        return [
+            FoundWarning(text=each.sentence, at=each.at, rank=each.rank, attempt=each.attempt)
+            for each in self.rules
+            if not each.is_broken
+        ]
 
     @property
     def n_warnings(self) -> int:
         """The number of different warnings of the newest attempts and of the run."""
         own = sum(each.warned.count for each in self.replicas if each.warned is not None)
-        return own + sum(each.rank is None for each in self.warnings)
+        return own + sum(each.rank is None for each in self.warnings) + len(self.unjudged)
 
     @property
     def standstills(self) -> list[str]:
@@ -826,6 +863,7 @@ class RunStatus:
             "left_s": self.left_s,
             "n_warnings": self.n_warnings,
             "warnings": [each.to_json() for each in self.warnings],
+            "rules": [each.to_json() for each in self.rules],
             "restarts_by_reason": dict(self.restarts_by_reason),
             "standstills": self.standstills,
             "forged_outcomes": [{"rank": rank, "attempt": attempt} for rank, attempt in self.forged],

@@ -21,6 +21,11 @@ REASONS: Mapping[str, tuple[str, str, str]] = {
         "Read the stacks: `replicas logs RUN --rank R --stacks`. Mark long work with `replica.section(…)` or "
         "`replica.progress()`, or give a longer `--hang-timeout`.",
     ),
+    "rule": (
+        "failed",
+        "A rule of the run with the action `restart` was broken (`--rule`). The message has the rule and the value.",
+        "`--restarts` starts the rank again, at most N times with `rule=N`. Look at `replicas events RUN`.",
+    ),
     "timeout": (
         "failed",
         "The replica reached its `--timeout`, or the time limit of its service.",

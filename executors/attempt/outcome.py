@@ -224,6 +224,7 @@ def _readable_code(code: Any) -> int | None:
 ENDINGS = {
     "timeout": "ran into its time limit of {limit_s:g} s.",
     "hang": "{seen} for {for_s:.0f} s{where} (limit {limit}): {diagnosis}.{remedy}{stacks}",
+    "rule": "was ended: {sentence}",
     "alive": "works again.",
     "oom": "was killed by the kernel (SIGKILL): out of memory.",
     "perhaps_oom": "was ended by signal 9 (SIGKILL). Perhaps memory ran out: "

@@ -15,6 +15,7 @@ AS_JSON = "Print one line of JSON for each event."
 STYLES = {
     "ended": "red", "hang_suspected": "yellow", "notice": "yellow", "works_again": "green", "warning": "yellow",
     "cancelled": "yellow", "gave_up": "bold red", "stopped": "bold red", "decided": "cyan",
+    "rule_broken": "yellow",
 }  # fmt: skip
 # events of these kinds have a complete sentence as text
 WITH_FULL_TEXT = ("decided", "works_again", "cancelled", "gave_up", "stopped")

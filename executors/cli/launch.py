@@ -75,12 +75,16 @@ PANELS = {
     RUN: ("n", "backend", "rendezvous", "gpu", "arg", "run_id", "procs", "module", "from_run", "from_step", "seed"),
     WHERE: ("option", "env", "secrets", "volume", "signed"),
     LIMITS: ("restarts", "timeout", "max_cost", "hang_timeout", "start_timeout", "fail_fast", "min_replicas"),
-    WATCH: ("detach", "columns", "tee", "dashboard", "tracker", "notify", "notify_on", "as_json"),
+    WATCH: ("detach", "columns", "tee", "dashboard", "tracker", "notify", "notify_on", "rules", "as_json"),
     SETTINGS: ("config", "profile"),
     TESTING: ("dry_run", "chaos"),
 }
 """The order of the options in the help. The six options that a first launch needs come first."""
 FROM_NOW = "Default: as before."
+RULE_FROM_NOW = (
+    "A rule of the resumed replicas, in place of all rules of the launch, as in 'loss > 8 -> stop'. Repeatable. none: "
+    f"no rules. {FROM_NOW}"
+)
 TOTAL_STEPS = "Extend the run to N inner steps. Ranks that have succeeded start again, too."
 TOTAL_ROUNDS = "Extend a run with rounds by the clock to N rounds."
 FROM_SNAPSHOT = "Begin a new run at the newest complete snapshot, if the newest round of this run is damaged."
@@ -323,6 +327,7 @@ def resume(
     total_rounds: Annotated[int | None, Option(metavar="N", min=1, help=TOTAL_ROUNDS)] = None,
     notify: NotifyOption = None,
     notify_on: Annotated[str | None, setting_option("notify_on", f"{ON_HELP} {FROM_NOW}")] = None,
+    rule: Annotated[list[str] | None, setting_option("rules", RULE_FROM_NOW)] = None,
     rendezvous: RendezvousOption = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -361,6 +366,7 @@ def resume(
                     total_rounds=total_rounds,
                     notify=notify_urls(notify),
                     notify_on=notify_on,
+                    rules=rule,
                     on_progress=on_progress,
                 )
                 started += [] if resumed is found or detach else [resumed]

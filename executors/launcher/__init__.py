@@ -56,6 +56,7 @@ def launch(
     tracker: str | None = None,
     notify: Sequence[str] = (),
     notify_on: str | Sequence[str] | None = None,
+    rules: Sequence[str] = (),
     restarts: Restarts | int | str | None = None,
     hang_timeout: str | float | None = None,
     start_timeout: str | float | None = None,
@@ -124,8 +125,12 @@ def launch(
         notify: the URLs to which events of the run are sent, such as its end. Each is an https URL that gets the event
             as JSON, a URL of the package apprise, "env:NAME" for the URLs in a variable, or "file:PATH" for the URLs in
             a file. A URL is a secret: it is never recorded, and containers get it as a secret. Default: none.
-        notify_on: the events to send, as in "end,given_up": "end", "given_up", "hang", "budget" and "no_round".
-            Default: all.
+        notify_on: the events to send, as in "end,given_up": "end", "given_up", "hang", "rule", "budget" and
+            "no_round". Default: all.
+        rules: conditions that the supervisor of each rank watches for, each as a text "WHAT [for N] [-> ACTION]".
+            Examples are "loss nan -> stop", "gnorm > 10 * median for 50", "no round 10m", "log /CUDA error/ -> restart"
+            and "gpu < 10% 15m". The actions are "notify", which is the default, "stop" for the run, and "restart" for
+            the attempt, which needs `restarts`. A rule is broken at most once in an attempt. Default: none.
         restarts: restart replicas that end, at most this number of times each: a number, a text as "3/1h,oom=0", or a
             `Restarts`. 0 restarts only replicas whose end is not their own failure. "none" restarts nothing. Default:
             only replicas whose machine the service took back are restarted, while this process waits for the run.
@@ -236,5 +241,6 @@ def _bring_back(
         start_timeout=settings.start_timeout,
         notify=request.notify,
         notify_on=settings.notify_on,
+        rules=settings.rules or None,
         task_digest=task.digest,
     )

@@ -239,6 +239,23 @@ def check_command(placements: Placements, request: LaunchRequest) -> None:
         check_program(command, {**os.environ, **(request.env or {})})
 
 
+def check_rules(placements: Placements, request: LaunchRequest) -> None:
+    """Check that a process judges the rules of a launch.
+
+    Args:
+        placements: the placements of the launch.
+        request: the launch.
+
+    Raises:
+        ValueError: no process of this project supervises a replica there.
+    """
+    if request.settings.rules and not placements.starts_single_ranks:
+        raise ValueError(
+            f"Backend {placements.backend_name!r} takes no rules= (--rule): it has no process that supervises a "
+            f"replica, got {request.settings.rules[0]!r}. Remove the rules, or use a backend such as local or modal."
+        )
+
+
 def check_spares(placements: Placements, request: LaunchRequest) -> None:
     """Check that the spares of a launch can start, and that they could take over a rank.
 

@@ -22,6 +22,7 @@ from executors.launcher.checks import (
     check_named,
     check_pickle,
     check_procs,
+    check_rules,
     check_spares,
     check_working_directory,
     resolved,
@@ -294,6 +295,7 @@ def plan_launch(
         check_python(script_header(script), script)
         if words := describe_hidden(script):
             print(f"replicas: {words}", file=sys.stderr)
+    check_rules(placements, request)
     check_spares(placements, request)
     check_procs(placements, request)
     check_command(placements, request)

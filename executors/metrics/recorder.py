@@ -83,6 +83,8 @@ class Recorder:
         """
         self.on_warning: Callable[[str], None] = lambda text: None
         """Is called once with a sentence if measurements cannot be written. The function must not wait."""
+        self.on_gpu: Callable[[float], None] = lambda use: None
+        """Is called with each measured utilization of the GPU, from 0 to 1. The function must not wait."""
         # The two threads share these. Each access is a single atomic operation.
         self._made = deque[tuple[float, Mapping[str, Any]]]()
         self._reported = deque[tuple[float, Mapping[str, float]]]()
@@ -167,7 +169,10 @@ class Recorder:
             used = self._used
             self._used = now, time.process_time()
             with contextlib.suppress(OSError):  # a sandbox without /proc
-                self._made.append((now, _usage((self._used[1] - used[1]) / (now - used[0]))))
+                usage = _usage((self._used[1] - used[1]) / (now - used[0]))
+                self._made.append((now, usage))
+                if "gpu_use" in usage:
+                    self.on_gpu(usage["gpu_use"])
         while self._reported:
             at, numbers = self._reported.popleft()
             self._keep(at, {f"{name}_" if name in RESERVED else name: value for name, value in numbers.items()})

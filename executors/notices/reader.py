@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from executors.attempt import Attempt, Beat, Claim
+from executors.attempt.rule_record import RuleFinding, find_finding
 from executors.errors import CorruptObjectError, StoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.decision_log import Decision, DecisionLog, blocking_order, decision_on, policy_of
@@ -34,6 +35,7 @@ PREEMPTION_S = 60.0
 BEGINNINGS = ("started", "handle", "intent", "outcome")
 MAX_BEATS = 64  # heartbeats that are read for the last loss, because each costs a request
 MAX_NAMED = 5
+MAX_RULES_READ = 1000  # records about rules that one look reads
 
 
 class NoticeReader:
@@ -76,6 +78,8 @@ class NoticeReader:
         self._damaged = set[tuple[int, int]]()
         self._claims: dict[tuple[int, int], Claim | None] = {}
         self._undecided = StalenessTracker(clock)
+        self._findings: dict[tuple[int, int, int, bool], RuleFinding | None] = {}
+        """The records about rules, by their names in the inventory."""
         self._planned: dict[int, int] = {}
         """By rank, the last attempt that the decision log starts."""
         self.is_over = False
@@ -94,7 +98,7 @@ class NoticeReader:
         for entry in log:
             for rank, number in entry.start.items():
                 self._planned[rank] = max(number, self._planned.get(rank, number))
-        found = [*self._hangs(), *self._decisions(log), *self._time_and_cost(log)]
+        found = [*self._hangs(), *self._rules(), *self._decisions(log), *self._time_and_cost(log)]
         self.is_over = all(self._has_ended(rank, log) for rank in self._ranks)
         if self.is_over:
             found.append(self._end(log))
@@ -136,6 +140,32 @@ class NoticeReader:
                     attempt=number,
                     at=outcome.finished_at,
                 )
+
+    def _rules(self) -> Iterator[Notice]:
+        new = sorted(self._inventory.rules - self._findings.keys())
+
+        def read(key: tuple[int, int, int, bool]) -> tuple[tuple[int, int, int, bool], RuleFinding | None]:
+            try:
+                return key, find_finding(self._store, self._run_id, key)
+            except CorruptObjectError:  # it stays damaged, so it is not read again
+                return key, None
+
+        self._findings |= dict(at_store(self._store, read, new[:MAX_RULES_READ]))
+        unjudged = set[int]()
+        for finding in filter(None, (self._findings[key] for key in sorted(self._findings))):
+            words, place = shorten(f"Rank {finding.rank}: {finding.sentence}"), f"{finding.rank}-{finding.attempt}"
+            if finding.is_broken:
+                yield Notice(
+                    id=f"rule-{place}-{finding.index}",
+                    kind="rule",
+                    text=words,
+                    rank=finding.rank,
+                    attempt=finding.attempt,
+                    at=finding.at,
+                )
+            elif finding.index not in unjudged:  # usually each rank has it, and one message is enough
+                unjudged.add(finding.index)
+                yield Notice(id=f"rule-unjudged-{finding.index}", kind="rule", text=words, at=finding.at)
 
     def _decisions(self, log: Sequence[Decision]) -> Iterator[Notice]:
         tally, n_resumes = RestartTally(self._policy), 0

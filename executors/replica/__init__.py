@@ -418,6 +418,8 @@ class Replica:
             if self.page is not None:
                 self.page.progress(step=reported["step"])
         self.reported.update(reported)
+        if self.page is not None and self.page.reports is not None:
+            self.page.reports.note(reported)
         if self.recorder is not None and reported:
             # A loss without its step could not be drawn over steps.
             counted = self.counted_step

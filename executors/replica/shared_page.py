@@ -12,11 +12,12 @@ import math
 import mmap
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from time import monotonic
 from typing import Any
 
 from executors.process import openable_file, private_file, remove_openable
+from executors.replica.report_ring import ReportRing, ring_bytes
 
 TAIL_BYTES = 64 * 1024
 ATOMIC_LIMIT_S = 60.0  # `atomic` delays the end of a rank by at most this time
@@ -65,6 +66,7 @@ class SharedPage:
     Args:
         after: the page of the attempt before, whose learned intervals are copied. None, the default: there was no
             attempt before.
+        watched: the names of the reported numbers that rules are about. None, the default: the run has no rules.
     """
 
     ready = _Number(READY)
@@ -155,9 +157,11 @@ class SharedPage:
     That member sets it to 0 when it begins.
     """
 
-    def __init__(self, after: SharedPage | None = None) -> None:
-        self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)  # shared with forked children
-        self._numbers = memoryview(self._memory)[:HEAD_BYTES].cast("d")
+    def __init__(self, after: SharedPage | None = None, watched: Sequence[str] | None = None) -> None:
+        n_more = 0 if watched is None else ring_bytes(watched)
+        self._use(mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES + n_more))  # shared with forked children
+        if watched is not None:
+            self.reports = ReportRing.make(memoryview(self._memory)[HEAD_BYTES + TAIL_BYTES :], watched)
         self._rows: dict[str, int] = {}
         self._file = -1
         """The descriptor of the page's file, by which further processes open the page. -1: no file is open."""
@@ -181,6 +185,13 @@ class SharedPage:
         self.stacks_file = -1
         self._begin()
 
+    def _use(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._numbers = memoryview(memory)[:HEAD_BYTES].cast("d")
+        more = memoryview(memory)[HEAD_BYTES + TAIL_BYTES :]
+        self.reports: ReportRing | None = ReportRing(more) if len(more) else None
+        """The reports that the rules of the run are about. None: the run has no rules."""
+
     def _begin(self) -> None:
         self._numbers[ROW], self._numbers[LIMIT] = FIRST_ROW, math.nan
         self._numbers[STEP] = self._numbers[ROUND] = math.nan
@@ -194,6 +205,8 @@ class SharedPage:
         kept = {slot: self._numbers[slot] for slot in OF_PROCESS}
         for slot in range(ROWS):
             self._numbers[slot] = kept.get(slot, 0.0)
+        if self.reports is not None:
+            self.reports.clear()
         self.note_hang("")
         self._begin()
 
@@ -211,8 +224,7 @@ class SharedPage:
         return self._move(private_file(self._memory[:]))
 
     def _move(self, file: int) -> int:
-        self._memory = mmap.mmap(file, HEAD_BYTES + TAIL_BYTES)
-        self._numbers = memoryview(self._memory)[:HEAD_BYTES].cast("d")
+        self._use(mmap.mmap(file, len(self._memory)))
         self._file = os.dup(file)  # for the other members of a replica, which open this page, too
         return file
 
@@ -252,8 +264,7 @@ class SharedPage:
             keeps: True keeps the descriptor until `close_file`. Default False.
         """
         page = cls()
-        page._memory = mmap.mmap(file, HEAD_BYTES + TAIL_BYTES)
-        page._numbers = memoryview(page._memory)[:HEAD_BYTES].cast("d")
+        page._use(mmap.mmap(file, os.fstat(file).st_size))
         page._rows = {name: row for name, row in page._read_rows() if name}
         if keeps:
             page._file = file
@@ -264,9 +275,8 @@ class SharedPage:
     def detach(self) -> None:
         """Use a private copy of the page in this process from now on, as in a forked helper of the rank."""
         head = self._memory[:HEAD_BYTES]
-        self._memory = mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES)
+        self._use(mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES))  # without the ring: the reports of a helper are not judged
         self._memory[:HEAD_BYTES] = head
-        self._numbers = memoryview(self._memory)[:HEAD_BYTES].cast("d")
 
     # -- progress, written by the rank
     # -----------------------------------------------------------------------------------
@@ -341,9 +351,11 @@ class SharedPage:
         Args:
             data: the bytes that were printed.
         """
-        data = memoryview(data).cast("B")[-TAIL_BYTES:]
+        given = memoryview(data).cast("B")
+        data = given[-TAIL_BYTES:]
         # Two threads may print at once: each reserves its part of the ring first, and then writes.
         start = max(self._written, int(self._numbers[WRITTEN]))  # the supervisor adds lines, too
+        start += len(given) - len(data)
         self._written = end = start + len(data)
         at = start % TAIL_BYTES
         n_first = min(len(data), TAIL_BYTES - at)
@@ -357,9 +369,28 @@ class SharedPage:
         """Return the end of the rank's output."""
         written = int(self._numbers[WRITTEN])
         at = written % TAIL_BYTES
-        ring = self._memory[HEAD_BYTES:]
+        ring = self._memory[HEAD_BYTES : HEAD_BYTES + TAIL_BYTES]
         kept = ring[:at] if written < TAIL_BYTES else ring[at:] + ring[:at]
         return kept.decode(errors="replace")
+
+    @property
+    def n_written(self) -> int:
+        """The number of bytes of output that the rank has appended to the tail."""
+        return int(self._numbers[WRITTEN])
+
+    def output_since(self, n_read: int) -> tuple[bytes, int, int]:
+        """Return the output since an earlier look, the number of all bytes so far, and the number of lost ones.
+
+        Args:
+            n_read: the number of bytes that were read before.
+        """
+        written = self.n_written
+        n_lost = max(0, written - TAIL_BYTES - n_read)
+        first, last = (n_read + n_lost) % TAIL_BYTES, written % TAIL_BYTES
+        if written <= n_read:
+            return b"", n_read, 0
+        ring = self._memory[HEAD_BYTES : HEAD_BYTES + TAIL_BYTES]
+        return (ring[first:last] if first < last else ring[first:] + ring[:last]), written, n_lost
 
     @property
     def section(self) -> str:

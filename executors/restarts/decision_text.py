@@ -12,11 +12,12 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
 from executors.restarts.decision_log import Decision, policy_of
+from executors.restarts.orders import ASKED, BY_RULE
 from executors.restarts.rules import MOST_REFUSED
 from executors.settings.policy import Restarts
 from executors.status import name_ranks
 
-PERMANENT = ("deterministic", "no_progress")
+PERMANENT = ("deterministic", "no_progress", BY_RULE)
 """The rules of a give_up or a stop after which another start of the unchanged run does not help."""
 MAX_ERROR = 160  # characters of a message that is quoted within a line
 
@@ -165,7 +166,9 @@ def _line_of_stop(entry: Decision, alike: Collection[int] = ()) -> str:
     if entry.why == "min_replicas":
         return "stopped: fewer replicas than --min-replicas asks for can still succeed"
     within = f", within {entry.within_s:g} s" if entry.within_s is not None else ""
-    return f"stopping, as requested{within}" if entry.why == "asked" else f"stopped: {entry.words or entry.why}"
+    if entry.why == BY_RULE:
+        return f"stopping{within}: {entry.words}"
+    return f"stopping, as requested{within}" if entry.why == ASKED else f"stopped: {entry.words or entry.why}"
 
 
 def _at_place(entry: Decision) -> str:

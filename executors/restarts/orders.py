@@ -14,7 +14,11 @@ from executors.restarts.decision_log import MAX_WORDS, Decision, DecisionLog, de
 from executors.settings.policy import HangLimits, Restarts
 from executors.store import Store
 
-ASKED = "asked"
+ASKED, BY_RULE = "asked", "rule"
+STOP_BY_RULE_S = 60.0
+"""The seconds that replicas have to end by themselves after a stop by a rule. It is short, because the rule objects to
+the work of the present round.
+"""
 
 
 def order_cancel(log: DecisionLog, ranks: Sequence[int] | None, words: str = BY_USER) -> None:
@@ -85,6 +89,33 @@ def order_stop(log: DecisionLog, within_s: float) -> Decision:
     added = log.append(entry)
     assert added is not None
     return added
+
+
+def order_stop_by_rule(log: DecisionLog, words: str) -> Decision | None:
+    """Add a stop because a rule of the run was broken, unless an order has already ended the run.
+
+    Args:
+        log: the log of the run.
+        words: the broken rule and its evidence.
+
+    Returns: the entry as it was added. None: the run was stopped or cancelled before.
+
+    Raises:
+        StoreError: the store does not answer, or holds an entry that cannot be parsed.
+
+    Example:
+        order_stop_by_rule(log, "rank 1: The rule 'loss > 8 -> stop' is broken: loss is 9.3 in report 812.")
+    """
+
+    def entry(entries: Sequence[Decision]) -> Decision | None:
+        for each in reversed(entries):
+            if each.kind == "resume":
+                break
+            if each.kind == "stop" or (each.kind == "cancel" and each.rank is None):
+                return None
+        return Decision(kind="stop", why=BY_RULE, within_s=STOP_BY_RULE_S, words=words[:MAX_WORDS])
+
+    return log.append(entry)
 
 
 def order_resume(log: DecisionLog, start: Mapping[int, int], n_seen: int) -> Decision | None:

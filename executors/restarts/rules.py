@@ -279,4 +279,6 @@ def _words(end: Outcome) -> str:
     """Describe an end in a few words: `signal, SIGKILL, after round 41`."""
     place = [f"after {name} {step:.0f}" for name, step in _reached(end).items()][:1]
     detail = end.signal or (end.headline[:200] if end.reason == "exception" or end.was_refused else None)
+    if end.reason == "rule":  # the rule alone, because its evidence has a record and a line of its own
+        detail = end.headline.partition("The rule ")[2].partition(" is broken")[0][:200]
     return ", ".join(filter(None, [end.reason, detail, *place]))

@@ -14,6 +14,7 @@ from executors.patience import BRIEF, Outage, OutageTolerance, Waits
 from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.controller import RestartContext, RestartController, RunSnapshot, leaves_its_supervisor
 from executors.restarts.decision_log import Decision, DecisionLog, decision_on, hang_of, policy_of
+from executors.restarts.orders import order_stop_by_rule
 from executors.restarts.rules import SAME_PROCESS
 from executors.settings.policy import HangLimits
 from executors.settings.run_spec import RunSpec
@@ -68,6 +69,8 @@ class RestartSession:
         self._keep_at = NEVER
         self._read_log_at = time.monotonic() + READ_LOG_S
         self._tolerance = tolerance
+        self._stop_words: str | None = None
+        """The reason of a stop that must be added to the log. None: there is no such stop."""
         self._outage = Outage(BRIEF, "the log of decisions", waits=waits)
         self._is_closed = self._only_reads_orders = False
 
@@ -146,6 +149,15 @@ class RestartSession:
         """Read the log in the next call of `advance`, because another process has reported a new entry."""
         self._read_log_at = 0.0
 
+    def order_stop(self, words: str) -> None:
+        """Stop the run with the next call of `advance`, because a rule was broken.
+
+        Args:
+            words: the broken rule and its evidence.
+        """
+        self._stop_words = self._stop_words or words
+        self._keep_at = self._read_log_at = 0.0
+
     def retry_soon(self) -> None:
         """Start due attempts a moment later, because they cannot start now."""
         self._keep_at = time.monotonic() + PAUSE_S
@@ -173,6 +185,9 @@ class RestartSession:
                 self._read_log_at, self._keep_at = now, due_at
                 self._outage.end()
                 return False
+            if self._stop_words is not None:  # before the decisions, so that no ended rank is started again
+                order_stop_by_rule(self._log, self._stop_words)
+                self._stop_words = None
             wait_s = None if snapshot is None else self._controller.advance_as_read(snapshot)
             self._n_read = len(self._log.entries)
             self._outage.end()

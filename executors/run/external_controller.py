@@ -18,7 +18,7 @@ from executors.protocol import Outcome, ReplicaStatus
 from executors.registry.placements import known_supervisors
 from executors.restarts.controller import LEAVE_S, RestartContext, RestartController, RunSnapshot, spare_starter
 from executors.restarts.decision_log import Decision, DecisionLog, decision_on, is_blocked
-from executors.restarts.orders import ASKED, order_cancel, stop_reason
+from executors.restarts.orders import order_cancel, stop_reason
 from executors.restarts.rules import SAME_PROCESS, is_own_failure
 from executors.run.launch_starter import LaunchStarter
 from executors.settings.policy import ONLY_PREEMPTED, Restarts
@@ -216,7 +216,7 @@ class ExternalController:
         host may differ. With a single pass, no time can pass: the supervisors and the user who ordered the stop do the
         rest.
         """
-        if stop.why != ASKED:
+        if stop.within_s is None:
             return True
         return self._known_stops.note(stop.nonce) > (stop.within_s or 0.0) + LEAVE_S
 

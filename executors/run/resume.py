@@ -42,6 +42,7 @@ from executors.run.start_spec import resumable_placements, spec_of, start_specs_
 from executors.settings import Settings
 from executors.settings.policy import HangLimits, Restarts
 from executors.settings.run_spec import StartSpec
+from executors.settings.watch_rules import rule_texts
 from executors.status import ReplicaState, name_ranks
 from executors.store.records import exists
 from executors.store.run_key import parse_key
@@ -76,6 +77,7 @@ def resume(
     total_rounds: int | None = None,
     notify: Sequence[str] = (),
     notify_on: str | Sequence[str] | None = None,
+    rules: Sequence[str] | None = None,
     on_progress: Callable[[str], None] = no_progress,
 ) -> Run:
     """Start a new attempt of every rank that ended without succeeding.
@@ -111,6 +113,9 @@ def resume(
         notify: the URLs to which events of the run are sent, as `launch()` takes them. They are not recorded, so give
             them again. Default: none.
         notify_on: the events to send. Default: the events of the launch.
+        rules: the rules of the resumed replicas, in place of all rules of the launch, as in ["loss > 8 -> stop"]. An
+            empty list, or ["none"], stands for no rules. They are not recorded, so a later resume has the rules of the
+            launch again. Default: the rules of the launch.
         on_progress: called with a few words on the progress, if the start takes long. Default: nothing is reported.
 
     Returns:
@@ -142,7 +147,11 @@ def resume(
     launched = task.launched_with
     view.placements.named = frozenset(ranks or ())
     urls = resolve_targets(notify)
-    changes = {} if notify_on is None else {"notify_on": Settings.of(n=1, notify_on=notify_on).notify_on}
+    changes: dict[str, Any] = {}
+    if notify_on is not None:
+        changes["notify_on"] = Settings.of(n=1, notify_on=notify_on).notify_on
+    if rules is not None:
+        changes["rules"] = rule_texts(rules)
     given: Any = {"gpu": gpu, "timeout": timeout, "env": env, "secrets": secrets, "detach": detach}
     given["verb"] = "resume --from-snapshot" if from_snapshot else "resume"
     start_specs = start_specs_of(view, task, ranks=range(view.world_size) if from_snapshot else ranks, **given)

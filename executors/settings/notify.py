@@ -10,6 +10,7 @@ KINDS: Mapping[str, str] = {
     "end": "the run ended",
     "given_up": "a rank was given up, or the run was stopped by a rule of restarts",
     "hang": "a hang was ended",
+    "rule": "a rule was broken (`--rule`), or cannot be judged",
     "no_round": "no round has come for five times the usual time",
     "budget": "80 % of a restart budget, of `within` or of `max_cost` is used",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -22,6 +23,7 @@ from executors.settings.health_checks import shipped_checks
 from executors.settings.notify import ON_HELP, kinds_text
 from executors.settings.policy import NO_RESTARTS, HangLimits, Restarts
 from executors.settings.procs import procs_text
+from executors.settings.watch_rules import RESTART, parse_rules, rule_text, rule_texts
 from executors.store.records import FAR_AHEAD, Record, flag, integer, list_of, nullable, number, parsed, text
 
 MAX_WORLD_SIZE = 10_000
@@ -30,6 +32,7 @@ MAX_STEP = 10**15
 ANY_SEED = 10**100  # random generators take no larger seed
 TRACKER = re.compile(r"[\w.]{1,200}(:[\w.]{1,200})?")
 NAMES = list_of(text(1000))
+RULES = list_of(parsed(rule_text))
 SECONDS = "is a number of seconds"
 
 
@@ -265,6 +268,20 @@ class Settings(Record):
             words="must be a name, as in 'trackio' or 'pkg.mod:Class'",
         ),
     )
+    rules: tuple[str, ...] = setting(
+        RULES,
+        (),
+        option=Option(
+            help="A condition to watch for, and an action: 'WHAT [for N] [-> notify|stop|restart]'. Conditions are "
+            "'loss nan', 'loss > 8', 'gnorm > 10 * median', 'no round 10m', 'no output 30m', 'no progress 5m', 'log /REGEX/' "
+            "and 'gpu < 10% 15m'. Repeatable. none: no rules. Default: none, and the action is notify.",
+            panel=WATCH,
+            kind=list[str],
+            metavar="RULE",
+            flags=("--rule",),
+            example=["loss nan -> stop", "no round 10m"],
+        ),
+    )
     notify_on: str | None = setting(
         nullable(parsed(kinds_text)),
         None,
@@ -320,6 +337,8 @@ class Settings(Record):
             asked["notify_on"] = ",".join(map(str, on))
         if isinstance(on := asked.get("notify_on"), str):
             asked["notify_on"] = kinds_text(on)
+        if isinstance(rules := asked.get("rules"), tuple):
+            asked["rules"] = rule_texts(rules)
         for name in ("hang_timeout", "start_timeout"):
             if asked.get(name) is not None:
                 asked[name] = str(asked[name])
@@ -389,7 +408,7 @@ class Settings(Record):
             value = getattr(self, name)
             if option.words and value is not None and not isinstance(value, option.types):
                 raise TypeError(f"{name} {option.words}, got {value!r}.")
-        for name in ("secrets", "chaos"):
+        for name in ("secrets", "chaos", "rules"):
             if isinstance(value := getattr(self, name), str):
                 raise TypeError(f"{name} must be a list of strings, as in [{value!r}], got a string.")
         if self.max_cost is not None and not (isinstance(self.max_cost, int | float) and self.max_cost > 0):
@@ -404,6 +423,7 @@ class Settings(Record):
             if not isinstance(self.notify_on, str):
                 raise TypeError(f"notify_on must be the names of events, as in 'end,given_up', got {self.notify_on!r}.")
             kinds_text(self.notify_on)
+        self._check_rules()
         self.hang_limits  # noqa: B018 - raises ValueError where a text is not a limit
         if type(self.spares) is not int or not 0 <= self.spares <= MAX_WORLD_SIZE:
             raise ValueError(f"spares must be a number from 0 to {MAX_WORLD_SIZE}, got spares={self.spares!r}.")
@@ -412,6 +432,24 @@ class Settings(Record):
                 f"from_step (--from-step) must be at least 0, and needs from_run (--from), the run with this step: got "
                 f"from_step={self.from_step} and from_run={self.from_run!r}."
             )
+
+    def _check_rules(self) -> None:
+        """Check that a rule that ends attempts also leads to restarts."""
+        policy = Restarts.of(self.restarts)
+        for rule in parse_rules(self.rules):
+            if rule.action != RESTART:
+                continue
+            if policy is None or not policy.answers("rule", was_refused=False):
+                raise ValueError(
+                    f"Rule {str(rule)!r} needs restarts (--restarts), as in --restarts 3. Without it, write "
+                    f"'{rule.condition} -> stop'."
+                )
+            _, cap = policy.cap("rule", None)
+            if cap <= 0 or (policy.per_replica <= 0 and cap != math.inf):
+                raise ValueError(
+                    f"Rule {str(rule)!r} can restart nothing, because restarts={str(policy)!r} allows no restart after "
+                    "a broken rule. Give a larger number, as in --restarts 3."
+                )
 
 
 OPTIONS: Mapping[str, Option] = declared_options(Settings)

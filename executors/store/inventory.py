@@ -16,6 +16,7 @@ SIGNED = re.compile(
     r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/(started|handle|intent|outcome)-([0-9a-f]{16})\.json"
 )
 STACKS = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/stacks/(0|[1-9][0-9]{0,3})\.txt")
+RULES = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/rules/(0|[1-9][0-9]{0,2})(\.unjudged)?\.json")
 WARNINGS = re.compile(r"([0-9]{4}|[1-9][0-9]{4,6})/(0|[1-9][0-9]{0,3})/warnings\.json")
 BEGINNINGS = tuple(name.removesuffix(".json") for name in record_names.BEGINNINGS)
 
@@ -34,6 +35,8 @@ class Inventory:
     """The rank, the attempt, the number and the time of each dump of stacks."""
     warnings: Mapping[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
     """The time and the size of the warnings of each rank and attempt. They show whether the record has changed."""
+    rules: frozenset[tuple[int, int, int, bool]] = frozenset()
+    """The rank, the attempt and the number of the rule of each record about a rule, and True if the rule was broken."""
     plain: Mapping[tuple[int, int], int] = field(default_factory=dict)
     """The sizes of the objects `outcome.json` by rank and attempt, in a signed run whose key is known.
 
@@ -66,7 +69,7 @@ class Inventory:
         """
         prefix = f"{run_id}/replicas/"
         records, stacks = set[tuple[int, int, str]](), set[tuple[int, int, int, float]]()
-        copies = set[tuple[int, int, str]]()
+        copies, rules = set[tuple[int, int, str]](), set[tuple[int, int, int, bool]]()
         warnings = dict[tuple[int, int], tuple[float, int]]()
         plain, signed = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
         run_key = held_key(store.url, run_id)
@@ -85,9 +88,11 @@ class Inventory:
                         signed[int(found[1]), int(found[2])] = entry.size_bytes
             elif found := STACKS.fullmatch(entry.key, len(prefix)):
                 stacks.add((int(found[1]), int(found[2]), int(found[3]), entry.modified_at))
+            elif found := RULES.fullmatch(entry.key, len(prefix)):
+                rules.add((int(found[1]), int(found[2]), int(found[3]), found[4] is None))
             elif found := WARNINGS.fullmatch(entry.key, len(prefix)):
                 warnings[int(found[1]), int(found[2])] = (entry.modified_at, entry.size_bytes)
-        return cls(frozenset(records), frozenset(stacks), warnings, plain, signed, frozenset(copies))
+        return cls(frozenset(records), frozenset(stacks), warnings, frozenset(rules), plain, signed, frozenset(copies))
 
     def __or__(self, other: Inventory) -> Inventory:
         """Return the records of both inventories.
@@ -100,7 +105,7 @@ class Inventory:
         }
         plain, signed = {**self.plain, **other.plain}, {**self.signed, **other.signed}
         records, stacks, copies = self.records | other.records, self.stacks | other.stacks, self.copies | other.copies
-        return Inventory(records, stacks, warnings, plain, signed, copies)
+        return Inventory(records, stacks, warnings, self.rules | other.rules, plain, signed, copies)
 
     @property
     def dubious(self) -> dict[tuple[int, int], int]:

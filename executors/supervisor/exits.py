@@ -61,7 +61,7 @@ class ExitClassifier:
         def because(reason: Reason, ending: str = "", **values: Any) -> tuple[Reason, str]:
             return reason, describe_end(ending or reason, running.asked.rank, self._world_size, **values)
 
-        if running.ending in ("cancelled", "hang"):
+        if running.ending in ("cancelled", "hang", "rule"):
             return running.ending, running.error
         if running.ending == "timeout":
             return because("timeout", limit_s=self._timeout_s)
@@ -230,6 +230,7 @@ def fields_from_outside(running: RunningAttempt, exit_code: int, member: Member 
     is_by_its_code = not (blamed.store_failed or blamed.has_result)
     return {
         **page.outcome_fields(),
+        "error_line": running.error_line,
         "exit_code": exit_code,
         "signal": killed_by or page.notice,
         "fingerprint": killed_by or (f"exit code {exit_code}" if is_by_its_code else None),

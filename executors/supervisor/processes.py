@@ -8,7 +8,8 @@ import signal
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from executors.attempt import Attempt
 from executors.attempt.outcome import describe_cancel
@@ -21,6 +22,9 @@ from executors.store import store_at
 from executors.supervisor.members import LAST_CALL_S, Member, MemberGroup, find_cause
 from executors.supervisor.watchdog import LOOK_S, Watchdog, WatchdogReport
 from executors.task.stored import StoredTask, read_task
+
+if TYPE_CHECKING:  # few runs have rules, and each import delays the start of a replica
+    from executors.supervisor.rule_watch import RuleWatch
 
 NEVER = float("inf")
 ATOMIC_LOOK_S = 0.5
@@ -83,6 +87,13 @@ class ProcessStarter(Protocol):
             OSError: its log cannot be created.
         """
 
+    def output_file(self, attempt: Attempt) -> Path | None:
+        """Return the file with an attempt's output. None: only the pages have the end of it.
+
+        Args:
+            attempt: the attempt that was started.
+        """
+
     def output_tail(self, attempt: Attempt) -> str:
         """Return the end of an attempt's output, for its outcome.
 
@@ -138,10 +149,14 @@ class RunningAttempt:
     deadline: float
     why_then: Reason = "timeout"
     """The reason of the end, if the process reaches its deadline."""
+    stopped_because: str | None = None
+    """The reason of the stop that has set the deadline, in words. None: the user stopped the run, or nothing did."""
     ending: Reason | None = None
     """The reason why the supervisor ends the process. None: the supervisor has not asked the process to end."""
     error: str | None = None
     """The reason of the end as a sentence, if only the supervisor knows it."""
+    error_line: str | None = None
+    """The reason in one line, if the sentence is longer than that line. None: the sentence is the line."""
     stacks: list[str] = field(default_factory=list)
     """Dumps of the process's stacks that are not written to the store yet."""
     stacks_at: float = NEVER
@@ -174,6 +189,8 @@ class RunningAttempt:
     """True if a member has failed, so that the others must end."""
     accused: Member | None = None
     """The member that was found to hang, after the supervisor has killed all members. None: no member was."""
+    rules: RuleWatch | None = field(default=None, repr=False)
+    """Judges the rules of the run for this attempt. None: the run has no rules."""
     members: list[Member] = field(init=False)
     """All processes of the attempt; most replicas have one."""
 

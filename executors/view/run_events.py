@@ -87,7 +87,7 @@ def warnings_of(view: RunView, note: Callable[[str], None] = log.warning) -> lis
             return []
 
     found = [each for some in view.reader.records.map(read, attempts) for each in some]
-    found += [each for each in now.warnings if each.rank is None]
+    found += [each for each in now.warnings if each.rank is None] + now.unjudged
     if view.record.settings.notify_on is not None:
         found += read_failed_notices(view.store, view.run_id)
     return sorted(found, key=lambda each: each.at)

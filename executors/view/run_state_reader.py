@@ -32,6 +32,7 @@ from executors.view.heartbeats import Heartbeats
 from executors.view.installations import Installations
 from executors.view.replica_handles import ReplicaHandles
 from executors.view.replica_records import ReplicaRecords
+from executors.view.rule_findings import RuleFindings
 from executors.view.service_reasons import ServiceReasons
 from executors.view.supervisor_states import SupervisorStates
 
@@ -70,6 +71,7 @@ class RunStateReader:
         self.supervisors = SupervisorStates(self.records, self.handles)
         self.reasons = ServiceReasons()
         self._forged = ForgedRecords(self.records)
+        self._rules = RuleFindings(self.records)
         self._heartbeats = Heartbeats()
         self._installations = Installations()
         self._restarts = RestartView(
@@ -127,18 +129,20 @@ class RunStateReader:
             states: the states of all its replicas.
         """
         record, restarts = self.records.record, self._restarts
+        rules = self._rules.read()
         return RunStatus(
             self.records.run_id,
             self.records.placements.backend_name,
             states,
             self.records.count_joined(),
             record.settings.min_replicas,
-            restarts.describe_decisions(self.records.ends),
+            self._rules.lines(restarts.describe_decisions(self.records.ends)),
             restarts.restarts_by_reason,
             self._forged.outcomes(),
             self._forged.starts(),
             lacks_key(self.records.store.url, self.records.run_id),
             store_url=self.records.store.url,
+            rules=rules,
         )
 
     def about_to_start(self) -> str | None:

@@ -265,6 +265,8 @@ class _Worker:
             self.replica.warnings = self.warnings
             self.replica.recorder = Recorder(store, spec.run_id, rank, number, began=began)
             self.replica.recorder.on_warning = self.warnings.add
+            if assignment.page is not None and assignment.page.reports is not None:
+                self.replica.recorder.on_gpu = assignment.page.reports.note_gpu
             self._log = None if log_file is None else LogCopy(self.attempt, log_file)
         self.heartbeat = Heartbeat(
             self.replica, supervisor_pid=parent, grace_s=grace_s, log=self._log, is_silent=not self._leads

@@ -49,6 +49,8 @@ def speak_for(replica: Replica, environ: Mapping[str, str] = os.environ) -> None
     replica.recorder = Recorder(
         replica.store, replica.run_id, replica.rank, replica.attempt, began=page.began, n_segments=n_before
     )
+    if page.reports is not None:
+        replica.recorder.on_gpu = page.reports.note_gpu
     be_watched(page)
     heartbeat = Heartbeat(replica, is_speaker=True)
     heartbeat.start()

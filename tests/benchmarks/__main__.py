@@ -74,6 +74,7 @@ BENCHMARKS: dict[tuple[str, ...], Benchmark] = {
     ("R7",): goodput.published_recipe,
     ("R8",): goodput.own_recipe,
     ("R9",): recovery.recovery,
+    ("R10",): watching.rules,
     ("P1",): members.restarts_of_members,
     ("P2", "P3"): members.launches_of_members,
     ("P4",): members.next_calls,

@@ -1,5 +1,5 @@
-"""Watching replicas: the stacks of a replica that holds the GIL (R3), the cost of marks (R4), and false alarms under
-load (R5).
+"""Watching replicas: the stacks of a replica that holds the GIL (R3), the cost of marks (R4), false alarms under load
+(R5), and the cost of rules (R10).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from executors import LocalProcessExecutor, Run, launch
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
 from executors.run.run import view_of
+from executors.settings.watch_rules import parse_rules, watched_numbers
 
 from .harness import Comparison, Options
 from .launch import scratch_folder, state_of_its_own
@@ -99,6 +100,33 @@ def _ticking_us(seconds: float) -> float:
         return float(done.stdout)
 
     return max(0.0, 1e6 * (used(True) - used(False)) / seconds)
+
+
+def rules(options: Options) -> list[Comparison]:
+    """R10: the processor time that ten rules about ten numbers add to a report at every step, in the process of a rank.
+
+    The reports with and without rules alternate in one process, so that the load of the machine affects both alike.
+    """
+    names = ["loss", "gnorm", *(f"metric_{index}" for index in range(8))]
+    watched = watched_numbers(parse_rules([f"{name} > 10 * median for 50" for name in names]))
+    without, with_rules = (
+        Replica(0, 8, "run", 0, "memory:", page=page) for page in (SharedPage(), SharedPage(watched=watched))
+    )
+    numbers, n = dict.fromkeys(names, 2.5), 500 if options.quick else 20_000
+    added: list[float] = []
+    for _ in range(options.repetitions(20)):
+        used = []
+        for replica in (without, with_rules):
+            began = time.process_time()
+            for step in range(n):
+                replica.report(step=step, **numbers)
+            used.append(1e6 * (time.process_time() - began) / n)
+        added.append(max(0.0, used[1] - used[0]))
+    share = {"all": [100 * each / (1e6 * STEP_S) for each in added]}
+    return [
+        Comparison("R10", "ten rules about ten reported numbers, a report", "us", {"all": added}, goals={"all": 5.0}),
+        Comparison("R10", f"ten rules at every step of {1e3 * STEP_S:g} ms", "% of a step", share, goals={"all": 0.1}),
+    ]
 
 
 def false_alarms(options: Options) -> list[Comparison]:

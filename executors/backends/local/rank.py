@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from executors.attempt import Attempt
@@ -466,6 +467,14 @@ class LocalStarter:
         slot = self._slots.get(attempt.rank)
         if slot is not None and not slot.is_shared:
             self._stuck_on.append(slot.devices)
+
+    def output_file(self, attempt: Attempt) -> Path:
+        """Return the file with an attempt's output.
+
+        Args:
+            attempt: the attempt that was started.
+        """
+        return self._launch.log_file(attempt)
 
     def output_tail(self, attempt: Attempt) -> str:
         """Return the end of an attempt's log.

@@ -15,6 +15,7 @@ from typing import Any, TypedDict, TypeVar
 
 from executors.attempt import Attempt, Claim, Intent
 from executors.attempt.outcome import says_alive
+from executors.attempt.rule_record import RuleFinding, find_finding
 from executors.attempt.warning_record import NAME as WARNINGS
 from executors.attempt.warning_record import RecordedWarnings
 from executors.errors import StoreError
@@ -32,7 +33,7 @@ from executors.task.record import RunRecord
 
 KINDS = (
     "launched", "claimed", "first_progress", "warning", "hang_suspected", "stacks", "works_again", "notice", "ended",
-    "decided", "cancelled", "gave_up", "stopped", "finished",
+    "rule_broken", "decided", "cancelled", "gave_up", "stopped", "finished",
 )  # fmt: skip
 USUAL = ("launched", "claimed", "first_progress", "finished")
 OF_DECISIONS = {"cancel": "cancelled", "give_up": "gave_up", "stop": "stopped"}
@@ -53,7 +54,7 @@ class EventDocument(TypedDict):
 
     kind: str
     """The kind: `launched`, `claimed`, `first_progress`, `warning`, `hang_suspected`, `stacks`, `works_again`,
-    `notice`, `ended`, `decided`, `cancelled`, `gave_up`, `stopped` or `finished`."""
+    `notice`, `ended`, `rule_broken`, `decided`, `cancelled`, `gave_up`, `stopped` or `finished`."""
     at: float
     """The time in Unix time, by the clock of the process that recorded the event."""
     rank: int | None
@@ -180,6 +181,7 @@ class EventReader:
         found += self._first_progress(inventory)
         found += self._hangs(inventory)
         found += self._warnings(inventory)
+        found += self._rules(inventory)
         found += self._decisions()
         found.sort(key=lambda event: event.at)
         if now.is_terminal:
@@ -286,6 +288,17 @@ class EventReader:
                 self._seen.add(identity)
                 yield event
 
+    def _rules(self, inventory: Inventory) -> Iterator[Event]:
+        """Yield an event for each new record about a rule."""
+        new = sorted(key for key in inventory.rules if ("rule", *key) not in self._seen)
+        self._seen.update(("rule", *key) for key in new)
+
+        def read(key: tuple[int, int, int, bool]) -> list[Event]:
+            found = find_finding(self._store, self._run_id, key)
+            return [] if found is None else [event_of_rule(found)]
+
+        return self._read(read, new)
+
     def _failed_notices(self) -> list[Event]:
         try:
             return [event_of_warning(each) for each in read_failed_notices(self._store, self._run_id)]
@@ -344,6 +357,16 @@ def read_failed_notices(store: Store, run_id: str) -> list[FoundWarning]:
         for notice_id, result in read_failures(store, run_id)
         for words in result.failures
     ]
+
+
+def event_of_rule(found: RuleFinding) -> Event:
+    """Return the event of a broken rule, or the warning about a rule that could not be judged.
+
+    Args:
+        found: the record.
+    """
+    kind = "rule_broken" if found.is_broken else "warning"
+    return Event(kind=kind, at=found.at, rank=found.rank, attempt=found.attempt, why=found.sentence)
 
 
 def event_of_warning(found: FoundWarning) -> Event:
