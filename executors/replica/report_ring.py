@@ -8,6 +8,7 @@ often than that between two looks. `ReportRing.read` then returns how many are m
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Mapping, Sequence
 from time import monotonic
 
@@ -127,7 +128,7 @@ class ReportRing:
         # The rank may have written over the oldest of these rows while they were read.
         n_over = min(max(0, self.n_reports - CAPACITY - first), n - first)
         data, width = data[n_over * self._row_bytes :], len(self.names)
-        numbers, bits = memoryview(data).cast("d").tolist(), memoryview(data).cast("Q").tolist()
+        numbers, bits = array("d", data), array("Q", data)
         values = {
             name: [
                 value

@@ -157,6 +157,9 @@ class SharedPage:
     That member sets it to 0 when it begins.
     """
 
+    reports: ReportRing | None
+    """The reports that the rules of the run are about. None: the run has no rules."""
+
     def __init__(self, after: SharedPage | None = None, watched: Sequence[str] | None = None) -> None:
         n_more = 0 if watched is None else ring_bytes(watched)
         self._use(mmap.mmap(-1, HEAD_BYTES + TAIL_BYTES + n_more))  # shared with forked children
@@ -189,8 +192,7 @@ class SharedPage:
         self._memory = memory
         self._numbers = memoryview(memory)[:HEAD_BYTES].cast("d")
         more = memoryview(memory)[HEAD_BYTES + TAIL_BYTES :]
-        self.reports: ReportRing | None = ReportRing(more) if len(more) else None
-        """The reports that the rules of the run are about. None: the run has no rules."""
+        self.reports = ReportRing(more) if len(more) else None
 
     def _begin(self) -> None:
         self._numbers[ROW], self._numbers[LIMIT] = FIRST_ROW, math.nan

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from support.webhooks import Webhook, webhook
 
 from executors.attempt import Attempt
+from executors.attempt.rule_record import BROKEN, UNJUDGED, RuleFinding
 from executors.errors import MissingDependencyError, StoreError
 from executors.notices.notifier import Notifier, NotifierSpec
 from executors.notices.outbox import DEAD_S, MINUTE_S, Outbox
@@ -367,6 +368,28 @@ def test_a_hang_that_was_ended_is_a_notice() -> None:
     notice = found(store, record_of())["hang-1-0"]
     assert (notice.kind, notice.rank, notice.attempt) == ("hang", 1, 0)
     assert "was idle for 61 s" in notice.text
+
+
+def test_a_broken_rule_is_a_notice_of_its_attempt_and_an_unjudged_one_is_one_notice_of_the_run() -> None:
+    store = MemoryStore()
+
+    def put(verdict: str, rank: int, attempt: int = 0, **more: Any) -> None:
+        fields: Any = {"rule": "loss > 8", "evidence": "loss is 9 in report 3", "action": "stop", "at": 1100.0, **more}
+        found = RuleFinding(rank=rank, attempt=attempt, index=4, verdict=verdict, **fields)
+        store.put(Attempt(store, "otter", rank, attempt).key(found.name), found.to_bytes())
+
+    for rank in range(2):
+        put(BROKEN, rank)
+        put(BROKEN, rank, 1)
+        put(UNJUDGED, rank, rule="los > 8", evidence="'los' was not reported \x1b[31m")
+    store.put("otter/replicas/0000/2/rules/4.json", b"[]")
+    notices = found(store, record_of())
+    assert sorted(notices) == ["rule-0-0-4", "rule-0-1-4", "rule-1-0-4", "rule-1-1-4", "rule-unjudged-4"]
+    assert {each.kind for each in notices.values()} == {"rule"}
+    assert notices["rule-1-0-4"].text == "Rank 1: The rule 'loss > 8' is broken: loss is 9 in report 3."
+    assert (
+        notices["rule-unjudged-4"].text == "Rank 0: The rule 'los > 8' cannot be judged: 'los' was not reported  [31m."
+    )
 
 
 def test_eighty_percent_of_each_budget_is_a_notice() -> None:

@@ -84,6 +84,8 @@ class NoProcesses:
 
     def prepare_same_process(self, attempt: Attempt) -> None: ...
 
+    def output_file(self, attempt: Attempt) -> None: ...
+
     def output_tail(self, attempt: Attempt) -> str:
         return ""
 
