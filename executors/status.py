@@ -8,15 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 from executors.protocol import BY_USER, Outcome, Reason, ReplicaStatus, WarningCount
 from executors.settings.durations import name_duration
+from executors.settings.rule_finding import RuleDocument, RuleFinding
 from executors.store.run_key import RUN_KEY
 from executors.store.standstill import standstill_lines
-
-if TYPE_CHECKING:  # a replica imports this module, and each import delays its start
-    from executors.attempt.rule_record import RuleFinding
 
 INSTALLING = "installing"
 """The state of a replica whose container installs packages."""
@@ -240,27 +238,6 @@ class WarningDocument(TypedDict):
     """The number of the attempt. Null: the warning is about the whole run."""
     count: int
     """How often the warning came."""
-
-
-class RuleDocument(TypedDict):
-    """A rule of the run that was broken or not judged, as plain JSON."""
-
-    rule: str
-    """The rule as the user gave it."""
-    verdict: str
-    """`broken` or `unjudged`."""
-    evidence: str
-    """The value, the line or the time that broke the rule, or the reason why it was not judged."""
-    action: str
-    """The action of the rule: `notify`, `stop` or `restart`."""
-    rank: int
-    """The rank."""
-    attempt: int
-    """The number of the attempt, from 0."""
-    member: int | None
-    """The process of a replica that has several. Null: the rule is about the whole replica."""
-    at: float
-    """The Unix time at which the rank's supervisor saw it."""
 
 
 class AttemptDocument(TypedDict):

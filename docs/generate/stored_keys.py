@@ -10,8 +10,9 @@ from typing import NamedTuple
 from diloco.rendezvous.keys import Keys
 from docs.generate.api import definition_of
 from docs.generate.markdown import code, table
-from executors.attempt import SIGNED, replica_key, rule_record, spare_key, warning_record
+from executors.attempt import SIGNED, replica_key, spare_key, warning_record
 from executors.restarts.lease import STARTS
+from executors.settings.rule_finding import BROKEN, UNJUDGED, rule_record_name
 from executors.settings.run_spec import ATTACHED_LEASE
 from executors.store import record_names
 from executors.store.added_ranks import added_key
@@ -107,12 +108,8 @@ def keys_of_attempt() -> list[StoredKey]:
         *found,
         StoredKey(key(warning_record.NAME), "The warnings of the attempt, each text once."),
         StoredKey(key(log_copy.NAME), "The output of the replica, if it does not run on the launching machine."),
-        StoredKey(
-            key(rule_record.rule_record_name("<number>", rule_record.BROKEN)), "A broken rule, with its evidence."
-        ),
-        StoredKey(
-            key(rule_record.rule_record_name("<number>", rule_record.UNJUDGED)), "A rule that was not judged, and why."
-        ),
+        StoredKey(key(rule_record_name("<number>", BROKEN)), "A broken rule, with its evidence."),
+        StoredKey(key(rule_record_name("<number>", UNJUDGED)), "A rule that was not judged, and why."),
         StoredKey(key("stacks/<number>.txt"), "The stacks of the replica's threads, from one dump."),
         StoredKey(key("health-<nonce>"), "An object of a health check, which deletes it again."),
         StoredKey(key("artifacts/<path>"), "A file that the replica saved with `save_artifact(name, path)`."),

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from executors.attempt import Attempt, Beat, Claim
-from executors.attempt.rule_record import RuleFinding, find_finding
+from executors.attempt.rule_record import find_finding
 from executors.errors import CorruptObjectError, StoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.decision_log import Decision, DecisionLog, blocking_order, decision_on, policy_of
@@ -19,6 +19,7 @@ from executors.restarts.decision_text import RestartTally, describe_decision
 from executors.settings.durations import name_duration
 from executors.settings.notify import KINDS
 from executors.settings.policy import ONLY_PREEMPTED, Restarts
+from executors.settings.rule_finding import RuleFinding
 from executors.status import name_ranks
 from executors.store import Store
 from executors.store.inventory import Inventory

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 from executors.attempt import Attempt
-from executors.attempt.rule_record import RuleFinding
 from executors.errors import StoreError
+from executors.settings.rule_finding import RuleFinding
 from executors.store.record_names import run_folder_was_deleted
 
 AGAIN_S = 5.0

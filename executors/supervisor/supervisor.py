@@ -594,7 +594,7 @@ class Supervisor:
 
     def _act_on(self, running: RunningAttempt, verdict: RuleVerdict, *, is_last: bool) -> None:
         """Record a broken rule, print it, and end the attempt or the run if that is its action."""
-        from executors.attempt.rule_record import BROKEN, MAX_EVIDENCE, UNJUDGED, RuleFinding
+        from executors.settings.rule_finding import BROKEN, MAX_EVIDENCE, UNJUDGED, RuleFinding
         from executors.settings.watch_rules import RESTART, STOP
 
         finding = RuleFinding(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from executors.attempt.rule_record import RuleFinding, find_finding
+from executors.attempt.rule_record import find_finding
 from executors.errors import StoreError
+from executors.settings.rule_finding import RuleFinding
 from executors.status import DecisionLine
 from executors.store.inventory import Inventory
 from executors.view.replica_records import ReplicaRecords

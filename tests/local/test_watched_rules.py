@@ -13,9 +13,9 @@ from support.hostile_records import NO_OBJECTS
 from support.webhooks import webhook
 
 from executors import LocalProcessExecutor, Run, launch
-from executors.attempt.rule_record import RuleFinding
 from executors.run.resume import resume
 from executors.run.run import view_of
+from executors.settings.rule_finding import RuleFinding
 from executors.store.inventory import Inventory
 from executors.testing import eventually
 

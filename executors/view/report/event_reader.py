@@ -15,7 +15,7 @@ from typing import Any, TypedDict, TypeVar
 
 from executors.attempt import Attempt, Claim, Intent
 from executors.attempt.outcome import says_alive
-from executors.attempt.rule_record import RuleFinding, find_finding
+from executors.attempt.rule_record import find_finding
 from executors.attempt.warning_record import NAME as WARNINGS
 from executors.attempt.warning_record import RecordedWarnings
 from executors.errors import StoreError
@@ -23,6 +23,7 @@ from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.restarts.decision_text import RestartTally, describe_decision
 from executors.settings.policy import Restarts
+from executors.settings.rule_finding import RuleFinding
 from executors.status import FoundWarning, RunStatus
 from executors.store import Store
 from executors.store.inventory import Inventory

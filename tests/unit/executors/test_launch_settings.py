@@ -250,8 +250,9 @@ def test_every_option_of_the_command_is_a_setting_and_python_knows_them_all() ->
         "from-run",
         "secrets",
         "gather-s",
+        "rules",
     }
-    assert {"from", "secret", "gather"} <= keys.keys(), "the command's own words for these"
+    assert {"from", "secret", "gather", "rule"} <= keys.keys(), "the command's own words for these"
     assert keys == keys_of_launch(), "an option is not a setting: add the setting, or add the option to COMMAND_ONLY"
     assert COMMAND_ONLY.keys() <= keys.keys()
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from support.webhooks import Webhook, webhook
 
 from executors.attempt import Attempt
-from executors.attempt.rule_record import BROKEN, UNJUDGED, RuleFinding
 from executors.errors import MissingDependencyError, StoreError
 from executors.notices.notifier import Notifier, NotifierSpec
 from executors.notices.outbox import DEAD_S, MINUTE_S, Outbox
@@ -28,6 +27,7 @@ from executors.protocol import ReplicaStatus
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.settings import Settings
 from executors.settings.notify import KINDS, parse_kinds
+from executors.settings.rule_finding import BROKEN, UNJUDGED, RuleFinding
 from executors.settings.run_spec import RunSpec
 from executors.store import MemoryStore, open_store
 from executors.supervisor.round_watch import RoundWatch
