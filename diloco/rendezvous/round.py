@@ -438,6 +438,8 @@ class EntryState:
     """The time of the next check which owners of shards have left."""
     turn_s: float = 0.0
     """The time of the next check whether it is the turn of this replica to look for contributions."""
+    order: list[int] = field(default_factory=list)
+    """The ranks in the order in which they look for contributions. Empty: not computed yet."""
     looks: int = 0
     """The number of looks of this replica for contributions."""
     move_s: float = 0.0

@@ -24,6 +24,8 @@ from diloco.rendezvous.training_state import Verdict
 from executors.errors import CorruptObjectError
 from executors.store.standstill import Standstill, describe_standstill
 
+FIRST_TO_LOOK = 8
+"""The number of replicas that look for contributions first, if the replica whose turn it is has not decided in time."""
 LOOKS_PER_FRONTIER = 8
 """After this number of looks for contributions, look for joiners again, because a claim may become visible late."""
 GRACE_SPREADS, LEAST_GRACE, LEARNING_ROUNDS = 4.0, 0.25, 3
@@ -172,15 +174,16 @@ class Sealer:
 
         Args:
             entry: the open entry.
-            takeover_after_s: seconds after which this replica looks for contributions although it is another replica's
-                turn.
+            takeover_after_s: seconds after which the first replicas look for contributions although it is another
+                replica's turn.
 
         Returns:
             The result of the try. It is `SealingResult.OUTVOTED` at most once for an entry. The caller then loads the
             state from the log again.
         """
         now = self._context.clock()
-        if entry.began_s is not None and now - entry.began_s < min(takeover_after_s, self._most_grace_s / 2):
+        turn_after_s = min(takeover_after_s, self._most_grace_s / 2) * self._turns_to_wait(entry)
+        if entry.began_s is not None and now - entry.began_s < turn_after_s:
             if now < entry.turn_s:
                 return SealingResult.OPEN
             if not self._is_my_turn(entry):
@@ -315,12 +318,27 @@ class Sealer:
 
         The first call does not ask the store which processes have left, because usually none has.
         """
-        for rank in hash_order(self._members.expected, "seal", entry.index):
+        for rank in self._order(entry):
             if rank == self._me.rank and self._members.names_me:
                 return True
             if not entry.turn_s or (rank != self._me.rank and self._members.lives(rank)):
                 return False
         return True
+
+    def _turns_to_wait(self, entry: EntryState) -> int:
+        """Return after how many times the usual wait this replica looks although it is another replica's turn.
+
+        One look costs one request for each replica. So if all replicas looked at once, the requests of a round would
+        grow like the square of their number. The first replicas in the hash order look after the usual wait, and after
+        each further wait twice as many.
+        """
+        return 1 + (self._order(entry).index(self._me.rank) // FIRST_TO_LOOK).bit_length()
+
+    def _order(self, entry: EntryState) -> list[int]:
+        """Return the named ranks and this rank in the order in which they look for contributions."""
+        if not entry.order:
+            entry.order = hash_order({*self._members.expected, self._me.rank}, "seal", entry.index)
+        return entry.order
 
     def is_late(self, entry: EntryState) -> bool:
         """Return True if an entry has taken longer than `round_timeout_s`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 from docs.generate import scaling
 from docs.generate.markdown import code, table
@@ -63,7 +63,6 @@ class Document(TypedDict):
     command: str
     machine: str
     tables: list[Rows]
-    samples: NotRequired[Any]
 
 
 def plain_section(found: Document) -> str:

@@ -175,7 +175,9 @@ class _Book:
             of_rank.setdefault(life.rank, []).append(life)
             for row in life.rounds:
                 sealed_s[row.entry] = min(sealed_s.get(row.entry, math.inf), life.started_s + row.t)
-        named = {(rank, row.entry) for row in rounds for rank in of_rank.keys() & row.ranks}
+        # Rows of one round usually name the same ranks. With many ranks it takes too long to go through all names.
+        lists = {(row.entry, row.ranks) for row in rounds}
+        named = {(rank, entry) for entry, ranks in lists for rank in of_rank.keys() & ranks}
         found = dict[tuple[int, int], list[int]]()
         for rank, entry in sorted(named - {(row.rank, row.entry) for row in rounds}):
             lives = of_rank[rank]

@@ -24,7 +24,7 @@ from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity, claim
 from diloco.rendezvous.reduction import BlockFormat, ShardInput, Write, weighted_mean
 from diloco.rendezvous.restore import RestoredWork
-from diloco.rendezvous.retrying_store import RetryingStore
+from diloco.rendezvous.retrying_store import Map, RetryingStore
 from diloco.rendezvous.round import Context, Limits, RoundResult
 from diloco.rendezvous.training_side import Inline, Scheduler, TrainingSide
 from executors.errors import CorruptObjectError
@@ -46,6 +46,8 @@ class Simulation(Invariants):
     live: set[str] = field(default_factory=set)
     is_traced: bool = True
     training: type[IntegerState] = IntegerState
+    map: Map = map
+    """Applies a function to several arguments, as a process with several threads does."""
 
     def __post_init__(self) -> None:
         scenario = self.scenario
@@ -204,6 +206,7 @@ class Simulation(Invariants):
             in_background=scheduler.in_background,
             carry_rounds=scenario.carry_rounds,
             rng=world.rng,
+            map=self.map,
             background=lambda job: world.spawn(f"{world.who()} keeps", lambda: _until_death(job)),
         )
         side = TrainingSide(context, scheduler)

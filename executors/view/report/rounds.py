@@ -5,6 +5,7 @@ ranks.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,8 @@ class RunRound:
     @property
     def waits(self) -> dict[int, float]:
         """The seconds that training waited in this round, for each replica whose contribution counted."""
-        return {rank: row.wait_s * row.late_share for rank, row in self.rows.items() if rank in self.counted}
+        counted = {*self.counted}
+        return {rank: row.wait_s * row.late_share for rank, row in self.rows.items() if rank in counted}
 
     @property
     def last(self) -> int | None:
@@ -138,16 +140,41 @@ def drifting_ranks(found: Sequence[RunRound]) -> list[int]:
             if ratio > 0:
                 logs[rank].append(math.log(ratio))
     drifting = []
+    ordered = sorted(abs(value) for values in logs.values() for value in values)
     for rank, own in sorted(logs.items()):
-        others = [abs(value) for other, values in logs.items() if other != rank for value in values]
-        if len(own) < MIN_ROUNDS or not others:
+        if len(own) < MIN_ROUNDS or len(own) == len(ordered):
             continue
-        limit = max(math.log(DRIFT), WIDE * MAD_TO_SIGMA * median(others))
+        of_others = median_without(ordered, [abs(value) for value in own])
+        limit = max(math.log(DRIFT), WIDE * MAD_TO_SIGMA * of_others)
         above, below = sum(value > limit for value in own), sum(value < -limit for value in own)
         n_far = above + below
         if n_far >= max(MIN_DRIFTING, len(own) / 10) and max(above, below) >= ONE_SIDE * n_far:
             drifting.append(rank)
     return drifting
+
+
+def median_without(ordered: Sequence[float], left_out: Sequence[float]) -> float:
+    """Return the median of sorted values without some of them. This is quick if few values are left out.
+
+    Args:
+        ordered: the sorted values.
+        left_out: the values to leave out. Each is one of `ordered`, and not all of these are left out.
+
+    Example:
+        median_without([1.0, 2.0, 2.0, 5.0], [2.0])  # 2.0
+    """
+    skipped, n_left = sorted(left_out), len(ordered) - len(left_out)
+    places = list[int]()
+    for number, value in enumerate(skipped):
+        place = bisect_left(ordered, value)
+        places.append(place if not number or place > places[-1] else places[-1] + 1)
+
+    def left(index: int) -> float:
+        for place in places:
+            index += place <= index
+        return ordered[index]
+
+    return (left((n_left - 1) // 2) + left(n_left // 2)) / 2
 
 
 def rounds_document(found: Sequence[RunRound]) -> dict[str, Any]:
@@ -160,7 +187,7 @@ def rounds_document(found: Sequence[RunRound]) -> dict[str, Any]:
     same = Counter(ranks for each in found for ranks in {tuple(row.same) for row in each.rows.values() if row.same})
     norms, mean_norms = defaultdict[int, list[Point]](list), list[Point]()
     for each in found:
-        blamed, drifting = each.blamed(usual_s), each.drifting
+        blamed, drifting, counted = each.blamed(usual_s), each.drifting, {*each.counted}
         for rank, cost_s in blamed.items():
             by_rank[rank]["cost_s"] += cost_s
         for rank in each.missing:
@@ -188,7 +215,7 @@ def rounds_document(found: Sequence[RunRound]) -> dict[str, Any]:
                 "hidden_s": round(sum(row.hidden_s for row in each.rows.values()), 3),
                 "stale_steps": max(row.stale_steps for row in each.rows.values()),
                 "wire_error": max((row.wire_error for row in each.rows.values() if row.wire_error), default=None),
-                "weight": sum(row.weight for rank, row in each.rows.items() if rank in each.counted),
+                "weight": sum(row.weight for rank, row in each.rows.items() if rank in counted),
                 "mean_norm": mean_norm,
                 "drifting": {str(rank): round(ratio, 2) for rank, ratio in drifting.items()},
             }
