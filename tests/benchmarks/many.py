@@ -151,7 +151,10 @@ def rounds_of(n: int) -> dict[str, float]:
     (first, _), (asked, read), (asked_later, read_later) = marks[0], marks[-2], marks[-1]
     in_round = [asked_later.get(name, 0) - asked.get(name, 0) for name in names]
     seal = store.objects[run.keys.seal(ROUNDS - 1)]
-    sent_s = max(store.created_s[run.keys.contribution(ROUNDS - 2, rank)] for rank in range(n))
+    sent = [run.keys.contribution(ROUNDS - 2, rank) for rank in range(n)]
+    if missing := [key for key in sent if key not in store.created_s]:
+        raise RuntimeError(f"{len(missing)} of {n} replicas sent no work in a round, such as {missing[0]}.")
+    sent_s = max(store.created_s[key] for key in sent)
     adopted_s = max(process.adopted_s[ROUNDS - 2] for process in run.processes)
     return {
         "requests": fmean(in_round),
