@@ -273,8 +273,8 @@ class Settings(Record):
         (),
         option=Option(
             help="A condition to watch for, as in 'loss nan', 'loss > 8', 'gnorm > 10 * median for 50', 'no round "
-            "10m', 'no output 30m', 'no progress 5m', 'log /REGEX/' or 'gpu < 10% 15m'. '-> stop' at its end stops the run, "
-            "'-> restart' restarts the replica, and '-> notify' is the default. Repeatable. none: no rules.",
+            "10m', 'no output 30m', 'no progress 5m', 'log /REGEX/' or 'gpu < 10% 15m'. '-> stop' at its end stops "
+            "the run, '-> restart' restarts the replica, and '-> notify' is the default. Repeatable. none: no rules.",
             panel=WATCH,
             kind=list[str],
             metavar="RULE",
