@@ -39,8 +39,11 @@ CLEARED = 3
 MOST_SEARCHES = 10
 """Number of searches for copies, after which an optimizer without copies is trusted. Each search takes milliseconds."""
 STRIKES = 3
-"""Number of clearly undone merges in a row that prove a copy which cannot be found, or an optimizer that cannot be
-tested, because it is not one of torch."""
+"""Number of clearly undone merges in a row that prove a copy if the optimizer cannot be tested.
+
+A tensor with the values of a parameter must have been found, or an optimizer of torch that steps such tensors.
+Otherwise the merges cause a warning only, because gradients may lead straight back to the values before a merge.
+"""
 FEW = 8
 """Least number of values of a compared parameter.
 
@@ -292,9 +295,21 @@ class StaleCopies:
         elif names and test.copies:
             self._named = names_of(test.optimizers)
             self._copies = [copy for copy in test.copies if copy.sample.name in names]
-        elif names or self._n_strikes >= STRIKES:  # without names, the optimizer is not one of torch
+        elif names or (self._n_strikes >= STRIKES and (test.copies or test.optimizers)):
+            # Without names, the optimizer is not one of torch, or one of torch steps tensors beside the parameters.
             raise StaleCopyError(
                 _message((names or [sample.name for sample in test.samples])[0], test.when, names_of(test.optimizers))
+            )
+        elif self._n_strikes >= STRIKES:
+            # Near its minimum, a replica without any copy undoes each merge, too. So this does not prove a copy, and
+            # more rounds would not prove it either.
+            self._n_strikes, self._n_searches = 0, MOST_SEARCHES
+            warnings.warn(
+                f"The first step after each of {STRIKES} rounds up to {test.when.removeprefix('round ')} put "
+                f"{test.samples[0].name!r} back. Either the optimizer keeps a copy of the weights (see "
+                "docs/explanation/what-does-not-fit.md), or the gradients of this replica lead away from the others: "
+                "compare the losses of all ranks.",
+                stacklevel=4,
             )
 
     def trust(self) -> None:

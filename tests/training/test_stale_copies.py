@@ -69,6 +69,24 @@ class OwnSgd:
             parameter.grad = None
 
 
+class HiddenSgd(OwnSgd):
+    """The same with copies in numpy, where no search finds them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.hidden = [(p, p.detach().numpy().copy()) for p in model.parameters()]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, master in self.hidden:
+            if parameter.grad is not None:
+                master -= 0.01 * parameter.grad.numpy()
+            parameter.copy_(torch.from_numpy(master))
+
+    def zero_grad(self) -> None:
+        for parameter, _ in self.hidden:
+            parameter.grad = None
+
+
 class InState(torch.optim.SGD):
     """An optimizer of torch that keeps its masters in its state."""
 
@@ -228,6 +246,56 @@ def test_an_optimizer_with_master_weights_is_named_with_the_parameter_and_the_re
 def test_masters_in_the_state_or_in_an_optimizer_that_is_none_of_torch_are_found(kind: Any, name: str) -> None:
     for error in error_of(kind, 10):
         assert name in error
+
+
+def test_rounds_that_a_hidden_copy_undoes_cause_a_warning_with_both_possible_reasons() -> None:
+    """Without a copy that is found, gradients that lead straight back look the same. So this is not an error."""
+
+    def body(where: Mapping[str, Any]) -> str:
+        model = mlp()
+        diloco = DiLoCo(model, inner_steps=10, **PLAIN, **where)
+        try:
+            train(model, HiddenSgd(model), diloco, 60, where["rank"])
+        except UserWarning as warning:  # the settings of the tests turn warnings into errors
+            return str(warning)
+        finally:
+            leave(diloco)
+        return ""
+
+    found = [text for text in run_replicas(2, body) if text]
+    assert found
+    for text in found:
+        assert text.startswith("The first step after each of 3 rounds up to ")
+        assert "keeps a copy of the weights" in text
+        assert "compare the losses of all ranks" in text
+
+
+@pytest.mark.parametrize("inner_steps", [1, 2])
+def test_gradients_that_lead_straight_back_without_an_optimizer_of_torch_are_no_proof_of_a_copy(
+    inner_steps: int,
+) -> None:
+    """Each replica is back at its own minimum after every step, as if it had a copy of its weights."""
+
+    def body(where: Mapping[str, Any]) -> list[str]:
+        model = nn.ParameterList([torch.zeros(64), torch.zeros(64)])
+        diloco = DiLoCo(model, inner_steps=inner_steps, **PLAIN, **where)
+        target, found = 1.0 + where["rank"], []
+        for _ in range(8 * inner_steps):
+            with torch.no_grad():
+                for parameter in model:
+                    parameter.sub_(parameter - target)
+            try:
+                diloco.step()
+            except UserWarning as warning:  # the settings of the tests turn warnings into errors
+                found.append(str(warning))
+                diloco.step()
+        assert float(diloco.anchor()["0"].mean()) == pytest.approx(1.5)
+        leave(diloco)
+        return found
+
+    for found in run_replicas(2, body):
+        assert len(found) == 1, "the replica warns once"
+        assert "keeps a copy of the weights" in found[0]
 
 
 def test_masters_that_gather_gradients_for_several_steps_are_found_although_the_first_step_changes_nothing() -> None:
