@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -153,117 +155,134 @@ def test_records_name_the_ranks_that_were_scaled_down_only_if_there_are_any() ->
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limits", [Limits(), SHARDED], ids=["in the seal", "in shards"])
-@pytest.mark.parametrize("wire", ["fp32", "int8", "top8"])
-def test_a_replica_with_a_silent_factor_of_100_harms_no_other(
-    wire: str, limits: Limits, caplog: pytest.LogCaptureFixture
+BAD = 1
+"""The rank whose work is too large."""
+FACTORS: dict[str, Callable[[int], float]] = {
+    "a silent factor of 100": lambda step: 100.0,
+    "exploding gradients": lambda step: 1e3**step,
+}
+"""By how much the work of that rank is too large, by step."""
+WIRE_OPTIONS: dict[str, dict[str, Any]] = {
+    **{name: {"wire": name} for name in WIRES},
+    "each": {"wire": "top8", "mean_wire": "each"},
+}
+ROUNDS = 4
+
+
+def rounds_of(
+    where: Mapping[str, Any], factor: Callable[[int], float], *, limits: Limits = SHARDED, **options: Any
+) -> tuple[torch.Tensor, list[RoundReport]]:
+    """Return the anchor and the reports after some rounds in which the work of one rank has a factor."""
+    model, reports = nn.Linear(900, 1, bias=False), []
+    nn.init.zeros_(model.weight)
+    diloco = open_diloco(model, inner_steps=1, **options, **PLAIN, **where, limits=limits)
+    for step in range(ROUNDS):
+        work = torch.from_numpy(normal(10 * where["rank"] + step, 900))
+        nudge(model, work * (factor(step) if where["rank"] == BAD else 1.0))
+        report = diloco.step()
+        assert report is not None
+        reports.append(report)
+    anchor = diloco.anchor()["weight"][0]
+    leave(diloco)
+    return anchor, reports
+
+
+def said(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if text in record.getMessage()]
+
+
+@pytest.mark.parametrize("how", FACTORS)
+@pytest.mark.parametrize(
+    ("wire", "limits"),
+    [*((wire, SHARDED) for wire in WIRE_OPTIONS), ("fp32", Limits()), ("top8", Limits())],
+    ids=[*WIRE_OPTIONS, "fp32 in the seal", "top8 in the seal"],
+)
+def test_the_work_of_one_replica_that_is_too_large_harms_no_other_and_warnings_name_its_rank(
+    wire: str, limits: Limits, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-
-    def body(where: Mapping[str, Any], *, robust: Any) -> tuple[torch.Tensor, list[RoundReport]]:
-        model, reports = nn.Linear(900, 1, bias=False), []
-        nn.init.zeros_(model.weight)
-        options = {"inner_steps": 1, "wire": wire, "robust": robust, **PLAIN, **where}
-        diloco = open_diloco(model, **options, limits=limits)
-        for step in range(4):
-            work = torch.from_numpy(normal(10 * where["rank"] + step, 900))
-            nudge(model, work * (100.0 if where["rank"] == 1 else 1.0))
-            report = diloco.step()
-            assert report is not None
-            reports.append(report)
-        anchor = diloco.anchor()["weight"][0]
-        leave(diloco)
-        return anchor, reports
-
-    clipped = run_replicas(4, lambda where: body(where, robust="clip"))
+    factor, options = FACTORS[how], WIRE_OPTIONS[wire]
+    clipped = run_replicas(4, lambda where: rounds_of(where, factor, limits=limits, robust="clip", **options))
     for anchor, reports in clipped:
-        assert torch.equal(anchor, clipped[0][0])
-        assert [report.clipped for report in reports] == [(1,)] * 4
+        assert anchor.numpy().tobytes() == clipped[0][0].numpy().tobytes()
+        assert [report.clipped for report in reports] == [(BAD,) if factor(step) > 1 else () for step in range(ROUNDS)]
         assert float(anchor.norm()) < 4 * 900**0.5
-    plain = run_replicas(4, lambda where: body(where, robust=None))
+    plain = run_replicas(4, lambda where: rounds_of(where, factor, limits=limits, **options))
     assert all(report.clipped == () for report in plain[0][1])
     assert float(plain[0][0].norm()) > 20 * float(clipped[0][0].norm())
-    warnings = [record.getMessage() for record in caplog.records if "scaled down" in record.message]
-    assert len(warnings) == 2, "the replica warns at the first round and after three in a row"
-    assert all(warning.startswith("rank 1: ") for warning in warnings)
-
-
-def test_training_continues_although_the_gradients_of_one_replica_explode() -> None:
-    def body(where: Mapping[str, Any]) -> list[float]:
-        draw = torch.Generator().manual_seed(where["rank"])
-        model, losses = nn.Linear(4, 1), []
-        truth = torch.tensor([[1.0], [-2.0], [3.0], [0.5]])
-        with open_diloco(model, inner_steps=5, total_steps=100, robust="clip", **where) as diloco:
-            for step in range(100):
-                x = torch.randn(16, 4, generator=draw)
-                loss = nn.functional.mse_loss(model(x), x @ truth)
-                gradients = torch.autograd.grad(loss, list(model.parameters()))
-                explodes = where["rank"] == 2 and 20 <= step < 60
-                with torch.no_grad():
-                    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                        parameter.sub_(0.02 * gradient * (1e6 if explodes and step % 5 == 4 else 1.0))
-                losses.append(loss.item())
-                diloco.step()
-        return losses
-
-    results = run_replicas(4, body)
-    for losses in (results[0], results[1], results[3]):
-        assert sum(losses[-10:]) < 0.1 * sum(losses[:10])
-        assert max(losses) < 10 * max(losses[:5])
+    warnings = said(caplog, "scaled down")
+    assert len(warnings) == 2, "the replica warns at the first such round and after three in a row"
+    assert all(warning.startswith(f"rank {BAD}: ") for warning in warnings)
 
 
 def test_of_two_replicas_a_warning_names_the_one_with_the_larger_work_and_blames_neither(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def body(where: Mapping[str, Any], *, factor: float) -> torch.Tensor:
-        model = nn.Linear(900, 1, bias=False)
-        nn.init.zeros_(model.weight)
-        diloco = open_diloco(model, inner_steps=1, robust="clip", **PLAIN, **where)
-        for step in range(4):
-            work = torch.from_numpy(normal(10 * where["rank"] + step, 900))
-            nudge(model, work * (factor if where["rank"] == 1 else 1.0))
-            diloco.step()
-        anchor = diloco.anchor()["weight"][0]
-        leave(diloco)
-        return anchor
-
-    def said(text: str) -> list[str]:
-        return [record.getMessage() for record in caplog.records if text in record.getMessage()]
-
     caplog.set_level(logging.WARNING)
-    run_replicas(2, lambda where: body(where, factor=1.0))
-    (few,) = said("had two contributions, and robust='clip' compares three or more")
+    run_replicas(2, lambda where: rounds_of(where, lambda step: 1.0, robust="clip"))
+    (few,) = said(caplog, "had two contributions, and robust='clip' compares three or more")
     assert few.startswith("rank 0: 3 rounds up to 3 ")
-    assert not said("the contribution of rank")
+    assert not said(caplog, "the contribution of rank")
     caplog.clear()
-    anchors = run_replicas(2, lambda where: body(where, factor=100.0))
-    assert torch.equal(*anchors)
-    first, later = said("the contribution of rank 1 was more than 3 times as large as the one of this replica")
+    (one, _), (other, _) = run_replicas(2, lambda where: rounds_of(where, lambda step: 100.0, robust="clip"))
+    assert torch.equal(one, other)
+    first, later = said(caplog, "the contribution of rank 1 was more than 3 times as large as the one of this replica")
     assert first.startswith("rank 0: in round 1, ")
     assert later.startswith("rank 0: in 3 rounds up to 3, ")
 
 
-def test_a_replica_that_leaves_the_place_to_which_a_bad_one_led_it_is_not_suspected_of_a_stale_copy() -> None:
-    """Its gradients lead straight back to the values before the round, and no optimizer of torch makes the steps."""
-    truth = torch.randn(64, 1, generator=torch.Generator().manual_seed(3))
+@dataclass(frozen=True)
+class Training:
+    """A regression on four replicas, in which the gradients of one rank are wrong for some time.
 
-    def body(where: Mapping[str, Any]) -> float:
+    Attributes:
+        widths: the widths of the layers.
+        batch: samples of one step.
+        steps: inner steps.
+        bad: the rank with wrong gradients.
+        factor: the factor of its gradients, by step.
+    """
+
+    widths: tuple[int, ...]
+    batch: int
+    steps: int
+    bad: int
+    factor: Callable[[int], float]
+
+
+TRAININGS = {
+    "gradients that explode": Training((4, 1), 16, 100, 2, lambda i: 1e6 if 20 <= i < 60 and i % 5 == 4 else 1.0),
+    # Later, its gradients lead straight back to the values before a round. That must not look like a stale copy.
+    "gradients of the opposite sign": Training((64, 32, 1), 32, 50, 3, lambda i: -1.0 if 10 <= i < 30 else 1.0),
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_training_continues_after_one_replica_had_wrong_gradients(name: str) -> None:
+    """No optimizer of torch makes the steps."""
+    training = TRAININGS[name]
+    truth = torch.randn(training.widths[0], 1, generator=torch.Generator().manual_seed(3))
+
+    def body(where: Mapping[str, Any]) -> list[float]:
+        draw, losses = torch.Generator().manual_seed(100 + where["rank"]), []
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(32, 1))
-        draw = torch.Generator().manual_seed(100 + where["rank"])
-        with open_diloco(model, inner_steps=5, total_steps=50, robust="clip", **where) as diloco:
-            for step in range(50):
-                x = torch.randn(32, 64, generator=draw)
+        model = nn.Sequential(*[nn.Linear(*widths, bias=widths[1] == 1) for widths in pairwise(training.widths)])
+        with open_diloco(model, inner_steps=5, total_steps=training.steps, robust="clip", **where) as diloco:
+            for step in range(training.steps):
+                x = torch.randn(training.batch, len(truth), generator=draw)
                 loss = nn.functional.mse_loss(model(x), x @ truth)
                 gradients = torch.autograd.grad(loss, list(model.parameters()))
-                is_bad = where["rank"] == 3 and 10 <= step < 30
+                factor = training.factor(step) if where["rank"] == training.bad else 1.0
                 with torch.no_grad():
                     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                        parameter.sub_(0.02 * gradient * (-1.0 if is_bad else 1.0))
+                        parameter.sub_(0.02 * factor * gradient)
+                losses.append(loss.item())
                 diloco.step()
-        return loss.item()
+        return losses
 
-    assert max(run_replicas(4, body)) < 1.0
+    for rank, losses in enumerate(run_replicas(4, body)):
+        assert sum(losses[-5:]) < 0.1 * sum(losses[:5])
+        assert rank == training.bad or max(losses) < 10 * max(losses[:5])
 
 
 def test_replicas_agree_on_the_rule_and_other_values_are_refused() -> None:
