@@ -29,6 +29,11 @@ SPARSE_ROUNDS, SPARSE_INNER_STEPS = 60, 20
 
 Outside of these limits it cost more than 1 % of loss, because the rest is about 1.3 rounds of work.
 """
+SPARSE_LOSS_PERCENT = (0.2, 0.8)
+"""The smallest and the largest loss above `fp32` that the sparse wire had within these limits, in percent.
+
+`docs/how-to/slow-links.md` has the measurement. int8 and int4 had no loss that could be measured.
+"""
 BLOCK_ELEMENTS = 1 << 20
 SMALL_BYTES = 4 << 20
 """The largest contribution, and the largest mean, with which a mean is inside the seal.
@@ -558,6 +563,24 @@ def _best(workload: Workload, choices: Iterable[Choice], overlap_steps: int | No
             with_room, key=lambda plan: (plan.choice.inner_steps, plan.choice.overlap_steps, plan.choice.fragments)
         )
     return min(plans, key=lambda plan: (plan.share, plan.choice.inner_steps, plan.choice.fragments))
+
+
+def with_larger_wire(plan: Plan) -> Plan | None:
+    """Return a plan with the next larger wire and otherwise the same settings. None: the plan has the usual wire.
+
+    The difference is the gain in time of the smaller wire.
+
+    Args:
+        plan: a plan whose wire was chosen by `choose`.
+
+    Example:
+        with_larger_wire(choose(workload))
+    """
+    wires = (*WIRES, SPARSE_WIRE)
+    if (place := wires.index(plan.choice.wire)) == 0:
+        return None
+    choice = replace(plan.choice, wire=wires[place - 1], mean_wire=None)
+    return evaluate(plan.workload, choice) if choice.fits(plan.workload) else None
 
 
 def with_hiding_overlap(workload: Workload, choice: Choice) -> Plan:

@@ -196,7 +196,9 @@ def plan(
     where = "" if place.url is None else f", {place.url}"
     output.print(f"{_short(params)} parameters, {n} replica{'s' * (n > 1)}, {step:g} s a step{where} "
                f"({source}: {describe_link(link)})", "bold", wrap=True)  # fmt: skip
-    for line in (*_lines(found), _sums(found, document["sums"], place)):
+    larger = planner.with_larger_wire(found) if wire is None else None
+    gain = [] if larger is None else [_gain(found, larger, planner.SPARSE_LOSS_PERCENT)]
+    for line in (*_lines(found), *gain, _sums(found, document["sums"], place)):
         output.print(line, wrap=True)
     for line in _advice(found, free, source, planner.faster_exact_round(found)):
         output.print(line, "yellow", wrap=True)
@@ -318,6 +320,22 @@ def _lines(plan: Any) -> list[str]:
         hidden = f"hidden behind {_span(plan.hidden_s)}; {lost}"
     which = "a round of a fragment" if plan.choice.fragments > 1 else "a round"
     return [_settings(plan), f"{which}: {cost.seconds * unit:.1f} {name} ({parts}), {hidden}"]
+
+
+def _gain(plan: Any, larger: Any, sparse_loss: tuple[float, float]) -> str:
+    """Return a line about the gain in time of a wire, and about its cost in loss.
+
+    Args:
+        plan: the plan.
+        larger: a plan with the next larger wire and otherwise equal settings.
+        sparse_loss: the range of the loss of the sparse wire, in percent.
+    """
+    wire, other = plan.choice.wire, larger.choice.wire
+    no_loss = "no loss that could be measured"
+    loss = f"{sparse_loss[0]:g} to {sparse_loss[1]:g} % of loss in a small test" if wire == "top8" else no_loss
+    times = f"{_span(plan.round.seconds)} instead of {_span(larger.round.seconds)}"
+    lost = f"{name_share(plan.share)} instead of {name_share(larger.share)}"
+    return f'wire="{wire}" costs {loss}. Against wire="{other}", rounds take {times}, and {lost} of the time is lost.'
 
 
 def _sums(plan: Any, sums: Mapping[str, Any], place: _StoreTraits) -> str:

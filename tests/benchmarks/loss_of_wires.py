@@ -34,7 +34,7 @@ def loss_of_wires(options: Options) -> list[Comparison]:
         seeds = ["--seeds", str(options.repetitions(3))]
         command = [sys.executable, str(EXAMPLE), "--json", file.name, *seeds, *few]
         subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
-        runs = json.load(file)
+        runs = json.loads(Path(file.name).read_text())["runs"]  # the example has replaced the file
     return [_compared(h, [run for run in runs if run["inner_steps"] == h]) for h in INNER_STEPS]
 
 

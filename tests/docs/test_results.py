@@ -143,3 +143,8 @@ def test_statistics_of_a_batch_norm_fit_after_a_final_average_only(measured: lis
     assert fmean(gains(PAPER)) > 3 * fmean(gains(LOWEST))
     assert max(gains(PAPER)) > 20
     assert fmean(gains(LOWEST)) < 2
+
+
+def test_the_page_on_slow_links_shows_the_bytes_that_the_planner_computes() -> None:
+    table = "\n".join(load_example("compare_wires.py").bytes_table())
+    assert table in (ROOT / "docs/how-to/slow-links.md").read_text()
