@@ -45,8 +45,8 @@ from executors.backends.jobs.service import (
     shortened,
 )
 from executors.errors import BackendError
+from executors.masking import masked
 from executors.protocol import Reason
-from executors.task.masked_values import masked
 from executors.task.record import OPTION_NAME
 
 ENDED: dict[str, Reason | None] = {"COMPLETED": None, "CANCELED": "cancelled", "ERROR": None, "DELETED": "lost"}

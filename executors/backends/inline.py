@@ -19,6 +19,7 @@ from executors.backend import Backend, Observation, PendingReplica, SupervisorSt
 from executors.errors import BackendError, StoreError
 from executors.logs.log import Log
 from executors.logs.readers import TailedLog
+from executors.masking import MASK
 from executors.process import is_alive, start_time, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.replica import RANK, find_replica, set_current_replica
@@ -32,7 +33,6 @@ from executors.store.url import address_of
 from executors.task.arguments import split_rank_env
 from executors.task.entrypoint import check_entrypoint
 from executors.task.launch_request import LaunchRequest
-from executors.task.masked_values import MASK
 from executors.worker.main import call_replica
 
 MACHINE = re.compile(r"\S+ \S+ \S+")  # as `this_machine` names one

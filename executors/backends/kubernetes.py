@@ -48,9 +48,9 @@ from executors.backends.kubernetes_pods import (
     state_of,
 )
 from executors.errors import BackendError
+from executors.masking import MASK
 from executors.store import store_at
 from executors.store.staleness import StalenessTracker
-from executors.task.masked_values import MASK
 
 ID = ("job", "namespace", "index", "uid", "server")
 SERVER = re.compile(r"https?://[A-Za-z0-9.:_/\[\]-]{1,300}")

@@ -38,7 +38,7 @@ from executors.backends.jobs.timed_log import LogEntry, SharedLog, TimedLog
 from executors.backends.modal_client import TOKEN_ADVICE, WaitingCalls, in_thread, modal, translated_modal_errors
 from executors.backends.modal_container import Images, check_secret, check_volumes, described, image_of, volume_of
 from executors.errors import BackendError
-from executors.task.masked_values import masked
+from executors.masking import masked
 from executors.task.record import OPTION_NAME
 
 LONGEST_S = 24 * 3600 - MARGIN_S  # Modal ends every sandbox after a day

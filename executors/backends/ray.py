@@ -33,10 +33,10 @@ from executors.backends.ray_client import NAME, SCRIPT, RayClient, RayJob, packa
 from executors.errors import BackendError
 from executors.logs import last_of
 from executors.logs.readers import OffsetLog
+from executors.masking import masked
 from executors.replica import NOTICE_S
 from executors.settings.run_spec import NOTIFY
 from executors.store.run_key import RUN_KEY
-from executors.task.masked_values import masked
 
 ADDRESS = re.compile(r"https?://[A-Za-z0-9.:\[\]-]+(/[A-Za-z0-9._~-]+)*")
 GPU = re.compile(r"([A-Za-z][A-Za-z0-9_.-]*)(?::(\d{1,3}))?|(\d{1,3})")

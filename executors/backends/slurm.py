@@ -42,9 +42,9 @@ from executors.backends.jobs.service import (
     shortened,
 )
 from executors.logs.readers import FileLog
+from executors.masking import MASK, masked
 from executors.registry.run_index import state_dir
 from executors.store import store_at
-from executors.task.masked_values import MASK, masked
 from executors.task.stored import PYTHON
 from executors.view.report.text import one_line
 

@@ -37,7 +37,13 @@ PANELS = {
     },
     "Results": {"collect": "collect", "model": "model", "report": "report", "export": "export"},
     "End and clean": {"stop": "watch", "cancel": "runs", "rm": "runs"},
-    "Settings and checks": {"config": "config", "backends": "backends", "doctor": "doctor", "plan": "plan"},
+    "Settings and checks": {
+        "config": "config",
+        "backends": "backends",
+        "doctor": "doctor",
+        "debug": "debug",
+        "plan": "plan",
+    },
 }
 """The verbs by panel of `replicas --help`, each with the module of this package that defines it."""
 VERBS = {verb: module for verbs in PANELS.values() for verb, module in verbs.items()}
@@ -58,6 +64,7 @@ SYNONYMS = {
     **dict.fromkeys(("page", "html", "plot"), "report"),
     **dict.fromkeys(("serve", "ui", "web"), "dashboard"),
     **dict.fromkeys(("csv", "tensorboard", "dump"), "export"),
+    **dict.fromkeys(("bundle", "bugreport", "support"), "debug"),
     **dict.fromkeys(("remove", "delete", "del"), "rm"),
 }
 """Verbs of other tools, each with the verb of `replicas` that does the same."""

@@ -224,8 +224,8 @@ def shown_value(place: tuple[str, ...], value: Any) -> Any:
     Example:
         shown_value(("notify",), ["https://example.org/secret"])  # ["***"]
     """
+    from executors.masking import MASK
     from executors.notices.targets import is_reference
-    from executors.task.masked_values import MASK
 
     if place != ("notify",):
         return value

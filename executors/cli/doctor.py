@@ -104,7 +104,7 @@ def doctor(
     checks = itertools.chain(
         _check_packages(),
         _check_machine(is_local=backend == "local"),
-        _check_backend(backend, options, rendezvous, gpu, probe),
+        _check_backend(backend, options, rendezvous, gpu, probe, reads_only=False),
         _check_notifications(notify),
     )
     while True:
@@ -119,15 +119,37 @@ def doctor(
             output.print(Text.assemble(mark, f"  {finding.what:<16}  {finding.found}"))
             if finding.advice:
                 output.print(f"{'':25}{finding.advice}", STYLES[finding.state])
-    is_wrong = any(finding.state == "wrong" for finding in findings)
+    document = _document(facts, findings)
     if as_json:
-        document: DoctorDocument = {
-            "ok": not is_wrong,
-            "facts": facts,
-            "findings": [finding.to_json() for finding in findings],
-        }
         output.document(document)
-    return FAILED if is_wrong else 0
+    return 0 if document["ok"] else FAILED
+
+
+def _document(facts: dict[str, str], findings: Sequence[CheckResult]) -> DoctorDocument:
+    return {
+        "ok": all(finding.state != "wrong" for finding in findings),
+        "facts": facts,
+        "findings": [finding.to_json() for finding in findings],
+    }
+
+
+def doctor_document(backend: str) -> DoctorDocument:
+    """Return the document of `replicas doctor --json` for a backend. Nothing is written into a store of runs.
+
+    Args:
+        backend: the name of the backend.
+
+    Example:
+        doctor_document("local")["ok"]
+    """
+    from executors.worker.probe import describe_environment
+
+    checks = itertools.chain(
+        _check_packages(),
+        _check_machine(is_local=backend == "local"),
+        _check_backend(backend, {}, None, None, probe=False, reads_only=True),
+    )
+    return _document(describe_environment(), list(checks))
 
 
 def _check_packages() -> Iterator[CheckResult]:
@@ -174,9 +196,18 @@ def _check_inotify() -> CheckResult:
 
 
 def _check_backend(
-    name: str, options: Mapping[str, Any], rendezvous: str | None, gpu: str | None, probe: bool
+    name: str, options: Mapping[str, Any], rendezvous: str | None, gpu: str | None, probe: bool, *, reads_only: bool
 ) -> Iterator[CheckResult]:
-    """Check a backend. Stop at a failure that would make all later checks fail, too."""
+    """Check a backend. Stop at a failure that would make all later checks fail, too.
+
+    Args:
+        name: the name of the backend.
+        options: its options.
+        rendezvous: the store to check. None: the default of the backend.
+        gpu: the GPU to check for. None: none.
+        probe: True to start a replica.
+        reads_only: True to write nothing into a store, so no store is checked.
+    """
     from executors.registry import get_executor
     from executors.store.url import shared_rendezvous
     from executors.task.launch_request import LaunchRequest
@@ -203,6 +234,8 @@ def _check_backend(
             with contextlib.suppress(ReplicasError):
                 for problem, advice in backend.risks():
                     yield CheckResult("service", "note", problem, advice)
+    if reads_only:
+        return
     if backend.needs_shared_rendezvous:
         try:
             url = shared_rendezvous(name, rendezvous, "train.py:main", 2)

@@ -404,6 +404,34 @@ class BackendsDocument(TypedDict):
     """One object per backend, by name. With `backends NAME`: this one only."""
 
 
+class DebugFile(TypedDict):
+    """One file of a debug archive."""
+
+    name: str
+    """The path of the file in the archive."""
+    size_bytes: int | None
+    """The size of the file. Before the archive is written, the largest size that it may have. Null: not known."""
+
+
+class DebugDocument(TypedDict):
+    """A debug archive: the files that help to find the cause of a problem, without secrets."""
+
+    run_id: str
+    """The name of the run."""
+    out: str | None
+    """The archive. Null: none was written."""
+    size_bytes: int | None
+    """The size of the archive. Null: none was written."""
+    files: Sequence[DebugFile]
+    """The files of the archive, or those that it would have."""
+    left_out: Sequence[str]
+    """A sentence for each thing that the archive never has, or that `--code` adds."""
+    problems: Sequence[str]
+    """A sentence for each file that could not be read whole."""
+    issue: str | None
+    """The summary in Markdown. Null: it was not asked for."""
+
+
 class FoundSettingDocument(TypedDict):
     """One setting."""
 
@@ -626,6 +654,7 @@ KINDS = (
     DocumentKind("collect", f"{HERE}:CollectDocument", ("collect",)),
     DocumentKind("report", "executors.view.report.document_types:ReportDocument", ("report",)),
     DocumentKind("dashboard", f"{HERE}:DashboardDocument", ("dashboard",)),
+    DocumentKind("debug", f"{HERE}:DebugDocument", ("debug",)),
     DocumentKind("export", f"{HERE}:ExportDocument", ("export",)),
     DocumentKind("model", f"{HERE}:ModelDocument", ("model",)),
     DocumentKind("backends", f"{HERE}:BackendsDocument", ("backends",)),

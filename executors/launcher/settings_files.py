@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from executors.errors import EntrypointError, unknown_name
+from executors.masking import looks_secret
 from executors.notices.targets import is_reference
 from executors.registry import known_backends
 from executors.settings.declaration import Duration
@@ -24,9 +25,7 @@ from executors.task.arguments import describe_annotation
 from executors.task.entrypoint import parse_entrypoint
 
 FILE, PROJECT = "replicas.toml", "pyproject.toml"
-# A user may write the value of a secret in the place of its name. A token has at least twenty letters and digits in a
-# row, and a name does not.
-SECRET = re.compile(r"(?!.*(?=[A-Za-z]*[0-9])[A-Za-z0-9]{20})[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+SECRET = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 POLICIES: Mapping[str, Callable[[str], object]] = {
     "restarts": Restarts.parse,
     "hang-timeout": HangLimits.of,
@@ -125,7 +124,10 @@ def _checked(key: str, value: Any, kind: Any, origin: str) -> Any:
     Raises:
         ValueError: the value has another type than its setting.
     """
-    if key == "secret" and not (isinstance(value, list) and all(SECRET.fullmatch(str(name)) for name in value)):
+    # A user may write the value of a secret in the place of its name.
+    if key == "secret" and not (
+        isinstance(value, list) and all(SECRET.fullmatch(str(name)) and not looks_secret(str(name)) for name in value)
+    ):
         raise ValueError(
             f"{origin}: secret is a list of names, as in ['wandb']. The values of secrets are not kept in files: set "
             "the variable where you launch, or make a secret at the backend."

@@ -30,10 +30,10 @@ from executors.backends.jobs.service import (
     shortened,
 )
 from executors.errors import BackendError
+from executors.masking import masked
 from executors.protocol import Reason
 from executors.replica import RANK
 from executors.run.run import view_of
-from executors.task.masked_values import masked
 from executors.task.record import OPTION_NAME
 from executors.testing import eventually
 from support.processes import MARK

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("protocol", "process", "module_search"),
+    ("protocol", "process", "module_search", "masking"),
     ("errors",),
     ("patience",),
     ("store",),

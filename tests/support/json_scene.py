@@ -124,6 +124,7 @@ def calls(scene: Scene) -> Iterator[tuple[str, str, Any]]:
     yield one("status", "status", "first-try")
     yield one("report", "report", "first-try")
     yield one("export", "export", "first-try", "--csv", "run.csv")
+    yield one("debug", "debug", "first-try", "--out", "first-try.tar.gz")
     yield one("model", "model", "first-try", "--out", "model.safetensors")
     yield one("logs", "logs", "first-try", "--lines", "3")
     yield one("collect", "collect", "first-try", "--out", "results")

@@ -32,6 +32,7 @@ from executors.backends.local.zygote_client import ZygoteClient, zygote
 from executors.errors import BackendError, EntrypointArgumentsError, EntrypointImportError, LaunchError, StoreError
 from executors.logs import last_of
 from executors.logs.log import Log
+from executors.masking import MASK
 from executors.process import CAN_SUPERVISE, is_alive, system_name, this_machine
 from executors.protocol import Outcome, ReplicaHandle, ReplicaStatus
 from executors.registry.run_index import claim_run_folder, folder_of_run, state_dir
@@ -45,7 +46,6 @@ from executors.task.arguments import split_rank_env
 from executors.task.command import Command
 from executors.task.entrypoint import check_entrypoint
 from executors.task.launch_request import LaunchRequest
-from executors.task.masked_values import MASK
 from executors.task.stored import PYTHON
 
 MACHINE = re.compile(r"\S+ \S+ \S+")  # as `this_machine` names one

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
+from executors.masking import is_credential_name
+
 OPTIONS = ("endpoint_url", "region", "profile")
-CREDENTIAL_WORDS = ("key", "secret", "token", "password", "credential", "signature")
 CREDENTIALS_ADVICE = (
     "Credentials do not belong in a url, because it is stored and shown: set AWS_ACCESS_KEY_ID and "
     "AWS_SECRET_ACCESS_KEY, or name a profile with ?profile=NAME."
@@ -55,8 +56,7 @@ class S3Address:
             raise ValueError(f"The url of an S3 store has a text before an '@'. {CREDENTIALS_ADVICE}")
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         for name in [name for name in options if name not in OPTIONS]:
-            secret = any(word in name.lower() for word in CREDENTIAL_WORDS)
-            hint = CREDENTIALS_ADVICE if secret else f"Known options: {', '.join(OPTIONS)}."
+            hint = CREDENTIALS_ADVICE if is_credential_name(name) else f"Known options: {', '.join(OPTIONS)}."
             raise ValueError(f"An S3 store's url has no option {name!r}. {hint}")
         if not parts.netloc:
             raise ValueError(f"An S3 store needs a bucket, as in 's3://bucket/runs', got {url!r}.")

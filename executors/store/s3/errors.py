@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from executors.errors import KeyNotFoundError, StoreError, UnwritableStoreError
+from executors.masking import mask_values
 from executors.store.s3.address import S3Address
 
 T = TypeVar("T")
@@ -228,8 +229,7 @@ def explain(
     if status:
         message = _response(error).get("Error", {}).get("Message")  # Ceph sends no message
         cause = f"{code}{': ' if message else ''}{(message or '').rstrip('.')} (HTTP {status})"
-    for secret in secrets:
-        cause = cause.replace(secret, "***")
+    cause = mask_values(cause, secrets)
     where = f"{key!r} in {url}" if key is not None else url
     hint = _advice(error, verb)
     if hint is CREDENTIALS:
