@@ -175,7 +175,8 @@ _PAIR = re.compile(
 _FLAG = re.compile(r"(?<![A-Za-z0-9])(--?[A-Za-z][A-Za-z0-9_.-]{1,80}+)(\\*[\"']?(?:,[ \t\r\n]*|[ \t]+)\\*(?=[^\s-]))")
 _LOGIN_FLAG = re.compile(r"((?<![\w-])(?:-u|--user|--proxy-user)(?:[ \t]+|=)[\"']?[^\s:\"']{1,80}:)([^\s\"']+)")
 _SSHPASS = re.compile(
-    r"(\bsshpass[ \t]+-p[ \t]*|\b(?:docker|podman|skopeo|az)[ \t]+login\b[^\n]{0,200}?[ \t]-p[ \t]+|\bmysql[^\n]{0,80}?[ \t]-p(?=\S))(\S+)"
+    r"(\bsshpass[ \t]+-p[ \t]*|\b(?:docker|podman|skopeo|az)[ \t]+login\b[^\n]{0,200}?[ \t]-p[ \t]+|"
+    r"\bmysql[^\n]{0,80}?[ \t]-p(?=\S))(\S+)"
 )
 _NAME_AND_VALUE = re.compile(
     r"\b(?:name|key)\\*[\"']?[ \t]*[:=][ \t]*\\*[\"']?([A-Za-z0-9_.\-]{2,120}+)\\*[\"']?[ \t]*,?\s{0,40}"
