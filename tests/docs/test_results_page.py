@@ -54,6 +54,10 @@ def test_each_data_file_without_a_function_has_the_keys_of_a_document(name: str)
 # -- the size of the model ---------------------------------------------------------------------------------------------
 
 
+PLAN = ("size", "way", "n", "inner_steps", "wire", "seed", "steps", "pretrained", "outer")
+ROW = ("curve", "corpus", "tokens", "n_parameters", "bytes_up", "machine")
+
+
 def a_run(loss: float, **changed: Any) -> scaling.Run:
     usual = scaling.Run(
         "0.14M", "diloco", 4, 50, "fp32", 0, 100, 0, "", "text", ((0, 5.0), (50, 3.0), (100, loss)), 400, 137, 9, "here"
@@ -99,4 +103,16 @@ def test_the_picture_has_a_curve_for_each_run_of_its_panels_and_cuts_no_text(the
     for words, left, right, _ in drawing.texts:
         assert left >= 0, words
         assert right <= WIDTH, words
-    assert sum(part.startswith("<polyline") for part in drawing.parts) >= 4
+    panels = [scaling.curves_of(runs, size) for size in dict.fromkeys(run.size for run in runs)]
+    n_lines = sum(len(curves) + 1 for curves in panels if len(curves) > 1)  # each panel has one line for both axes
+    assert sum(part.startswith("<polyline") for part in drawing.parts) == n_lines > 2
+
+
+@pytest.mark.parametrize(("loss", "words"), [(2.02, "reached"), (2.2, "missed"), (None, "No run for this goal")])
+def test_the_section_reports_whether_the_goal_was_reached(loss: float | None, words: str) -> None:
+    rows = [data_parallel(2.0, size="10M"), *([] if loss is None else [a_run(loss, size="10M")])]
+    runs = [
+        {"plan": {name: getattr(row, name) for name in PLAN}, **{name: getattr(row, name) for name in ROW}}
+        for row in rows
+    ]
+    assert words in scaling.section({"command": "python examples/scaling.py", "runs": runs})
