@@ -108,6 +108,18 @@ def test_the_loss_of_wires_and_the_time_of_signatures_are_measured(tmp_path: Pat
     assert {name: rows[-1]["base"] for name, rows in found.items()} == {"W6": None, "W8": "unsigned"}
 
 
+@pytest.mark.slow
+def test_goodput_recovery_and_utilization_are_measured(tmp_path: Path) -> None:
+    found = run_benchmarks(tmp_path / "found.json", "R7", "R8", "R9", "W12")
+    bases = {name: rows[-1]["base"] for name, rows in found.items()}
+    assert bases == {"R7": None, "R8": None, "R9": "goal: bytes / link + 1 s", "W12": None}
+    for row in found["R9"]:
+        parts = {name: method["median"] for name, method in row["methods"].items()}
+        goal = parts.pop("goal: bytes / link + 1 s")
+        assert goal > 1
+        assert parts.pop("all") == pytest.approx(sum(parts.values()), rel=0.01), "the parts make up the restart"
+
+
 @pytest.mark.slurm
 def test_launching_at_slurm_is_measured(slurm: Cluster, tmp_path: Path) -> None:
     found = run_benchmarks(tmp_path / "found.json", "E1")
