@@ -49,9 +49,7 @@ def dashboards(options: Options) -> list[Comparison]:
         for place, url in (("a bucket", bucket.url("runs")), ("a directory", folder)):
             n_asked: Callable[[], int] = (lambda: len(bucket.requests())) if place == "a bucket" else (lambda: 0)
             cpu, requests = _watched(url, n_runs, seconds, n_asked)
-            found.append(
-                Comparison("D1", f"{what} in {place}: processor", "share", {CORE: [cpu]}, goals={CORE: 0.05})
-            )
+            found.append(Comparison("D1", f"{what} in {place}: processor", "share", {CORE: [cpu]}, goals={CORE: 0.05}))
             if place == "a bucket":
                 title = f"{what} in {place}: requests of a running run in a minute"
                 found.append(Comparison("D2", title, "requests", {REQUESTS: [requests]}, goals={REQUESTS: 15}))

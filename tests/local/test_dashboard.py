@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from support.cli import HereInstead
+from support.cli import COMMAND, FAST, HereInstead
 from support.dashboards import NAVIGATION, Client, running_dashboard
 
 from executors import LocalProcessExecutor, launch
@@ -363,3 +366,32 @@ def test_one_look_lists_the_records_of_a_run_once_and_reads_each_final_record_on
     feed.look(with_page=False)
     assert feed.store.n_requests - n == 1
     assert feed.row.losses != ()
+
+
+# --- the command
+
+
+def test_ctrl_c_ends_the_command_and_the_address_is_a_json_document(here: HereInstead) -> None:
+    command = [*COMMAND, "dashboard", "--port", "0", "--json", "--read-only"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        text = "".join(iter(process.stdout.readline, "}\n")) + "}"
+        made = json.loads(text)
+        assert (made["read_only"], f":{made['port']}/?token=" in made["url"]) == (True, True)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert "Traceback" not in said
+        assert "Ctrl-C ends the dashboard" in said
+
+
+def test_launch_serves_the_page_of_the_run_until_the_command_ends(here: HereInstead) -> None:
+    asked = ("launch", "job:main", "--n", 1, "--run-id", "mine", "--dashboard", *FAST)
+    done = here.folder.replicas(*map(str, asked))
+    assert done.code == 0, done
+    address = next(line for line in done.stdout.splitlines() if line.startswith("Dashboard: ")).split()[1]
+    assert "/mine?token=" in address
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", urlsplit(address).port), timeout=5)
+    refused = here.replicas("launch", "job:main", "--n", 1, "--dashboard", "--detach")
+    assert (refused.code, "Remove --dashboard or --detach" in refused.stderr) == (2, True)
