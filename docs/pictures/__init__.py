@@ -12,6 +12,6 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 DRAWINGS = ("round", "life", "rooms")
 """The recipes of drawings. They always write the same text."""
-RECORDINGS = ("status", "report")
-"""The recipes that record a real run. The numbers differ each time. `report` also needs chromium."""
+RECORDINGS = ("status", "report", "dashboard")
+"""The recipes that record a real run. The numbers differ each time. `report` and `dashboard` also need chromium."""
 RECIPES = DRAWINGS + RECORDINGS

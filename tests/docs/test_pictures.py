@@ -16,13 +16,14 @@ from docs.pictures.drawing import THEMES, WIDTH
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)]
+IN_A_BROWSER = ("report", "dashboard")
 SHOWN = re.compile(
     r"!\[(?P<words>[^\]]*)\]\((?P<readme>[^)]+)\)|```\{image\} (?P<page>\S+)\n:alt: (?P<alt>.*)\n:class: (\S+)"
 )
 
 
 def files_of(name: str) -> set[str]:
-    return {f"{name}-{theme.name}.{'png' if name == 'report' else 'svg'}" for theme in THEMES}
+    return {f"{name}-{theme.name}.{'png' if name in IN_A_BROWSER else 'svg'}" for theme in THEMES}
 
 
 def check_picture(path: Path) -> None:
@@ -46,7 +47,7 @@ def test_a_drawing_in_the_repository_is_the_one_of_its_recipe(name: str, tmp_pat
 
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_the_recipe_of_a_recording_still_makes_its_picture(name: str, tmp_path: Path) -> None:
-    if name == "report" and shutil.which("chromium") is None:
+    if name in IN_A_BROWSER and shutil.which("chromium") is None:
         pytest.skip("there is no chromium")
     paths = list(importlib.import_module(f"docs.pictures.{name}").write(tmp_path))
     assert {path.name for path in paths} == files_of(name)
