@@ -41,7 +41,7 @@ def write(folder: Path) -> Iterator[Path]:
                     tab.goto(dashboard.address())
                     tab.locator(f"tr:has-text('{RUN_ID}') svg.spark").wait_for()
                     tab.wait_for_selector("tbody.rows tr:nth-child(3) svg.spark")
-                    box = tab.locator("div.runs").bounding_box()
+                    box: Any = tab.locator("div.runs").bounding_box()
                     clip: Any = {"x": 0, "y": 0, "width": WIDTH, "height": box["y"] + box["height"] + MARGIN}
                     image = Image.open(io.BytesIO(tab.screenshot(clip=clip)))
                     path = folder / f"dashboard-{theme}.png"
