@@ -20,13 +20,14 @@ from executors.store.url import existing_store, impatient_store, is_near
 
 ACTIVE_S = 10.0  # after the last request of a page, nothing is read for it; a page asks every two seconds
 FIND_S, FIND_FAR_S = 3.0, 30.0  # between two searches for new runs, in a directory and in a bucket
-SHARE, PAGE_SHARE = 0.02, 0.015
+SHARE, PAGE_SHARE = 0.015, 0.015
 """The shares of a processor core that looks at all runs may use, and their pages. More work makes longer pauses."""
 N_AGAIN = 20
 AGAIN_S, AGAIN_FAR_S = 60.0, 300.0
 """The newest runs that have ended are looked at again after this time, because another process may resume them."""
 MAX_RUNS = 200  # runs in the list, the newest
 KEPT_PAGES = 8  # pages of runs that are kept, although no tab shows them
+LONGEST_PAUSE_S = 60.0  # between two looks at a run that continues, however many runs there are
 N_THREADS = 4
 LONGEST_WAIT_S = 1.0
 
@@ -231,7 +232,7 @@ class Board:
         is_page = key in self._page_until and now >= self._page_at.get(key, 0.0)
         feed.look(with_page=is_page)
         feeds = [*self._feeds.values()]
-        rows_s = sum(each.cpu_s for each in feeds if each.goes_on) / SHARE
+        rows_s = min(LONGEST_PAUSE_S, sum(each.cpu_s for each in feeds if each.goes_on) / SHARE)
         again_s = 0.0 if feed.goes_on else AGAIN_S if is_near(feed.store.url) else AGAIN_FAR_S
         with self._work:
             now = self._clock()

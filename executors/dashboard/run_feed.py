@@ -125,10 +125,12 @@ class RunFeed:
         before, began, known = self.store.n_requests, time.thread_time(), self.now
         try:
             self._look()
-            self.cpu_s = time.thread_time() - began
+            look_s = time.thread_time() - began
+            # The first look reads everything, so its time is not the time of the looks that follow.
+            self.cpu_s = 0.0 if known is None else look_s
             if with_page and not (self.has_page and _is_same_end(known, self.now)):
                 self._make_page()
-                self.page_cpu_s = time.thread_time() - began - self.cpu_s
+                self.page_cpu_s = time.thread_time() - began - look_s
         except ReplicasError as error:
             self._fail(error)
         else:
