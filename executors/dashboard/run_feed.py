@@ -123,6 +123,8 @@ class RunFeed:
             with_page: True: also renew the page of the run.
         """
         before, began, known = self.store.n_requests, time.thread_time(), self.now
+        # The first look and the first page read everything once. Pauses for these requests would last minutes.
+        reads_all = known is None or (with_page and not self.has_page)
         try:
             self._look()
             look_s = time.thread_time() - began
@@ -135,7 +137,8 @@ class RunFeed:
             self._fail(error)
         else:
             self._outage_s = OUTAGE_S[0]
-            self.pause_s = max(EVERY_S, self._fair_pause_s(self.store.n_requests - before))
+            n_requests = 0 if reads_all else self.store.n_requests - before
+            self.pause_s = max(EVERY_S, self._fair_pause_s(n_requests))
         with self.changed:
             self.changed.notify_all()
 
