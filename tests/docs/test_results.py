@@ -148,3 +148,9 @@ def test_statistics_of_a_batch_norm_fit_after_a_final_average_only(measured: lis
 def test_the_page_on_slow_links_shows_the_bytes_that_the_planner_computes() -> None:
     table = "\n".join(load_example("compare_wires.py").bytes_table())
     assert table in (ROOT / "docs/how-to/slow-links.md").read_text()
+
+
+def test_the_page_on_slow_links_shows_the_losses_of_long_runs_that_the_file_has() -> None:
+    example = load_example("compare_wires.py")
+    runs = [run for run in example.read_results(RESULTS.with_name("wires.json")) if run.steps == 2000]
+    assert "\n".join(example.table(runs, [20])) in (ROOT / "docs/how-to/slow-links.md").read_text()
