@@ -309,7 +309,7 @@ def about(found: Sequence[Cost]) -> str:
         found: all quantities.
     """
     by_name = {cost.name: cost for cost in found}
-    per_s, models = by_name["bucket_per_s"], by_name["models"]
+    per_s = by_name["bucket_per_s"]
     largest = max(per_s.values)
     for_each = per_s.values[largest] / largest
     return (
@@ -317,13 +317,13 @@ def about(found: Sequence[Cost]) -> str:
         "simulated, and a contribution is small. So requests, bytes and the seconds of a round do not depend on the "
         "machine. The seconds of processor time do.\n\n"
         f"The goal is that N = {GOAL_N:,} is comfortable on an ordinary bucket. If the requests grow like N, "
-        f"N = {GOAL_N:,} makes {for_each * GOAL_N:,.0f} requests in a second. S3 promises {MOST_PER_S:,} writes and {READS_PER_S:,} "
-        f"reads for each prefix. The requests reach {MOST_PER_S:,} in a second at about "
+        f"N = {GOAL_N:,} makes {for_each * GOAL_N:,.0f} requests in a second. S3 promises {MOST_PER_S:,} writes "
+        f"and {READS_PER_S:,} reads for each prefix. The requests reach {MOST_PER_S:,} in a second at about "
         f"N = {round(MOST_PER_S / for_each, -2):,.0f}. "
         f"N = {GOAL_N:,} was not measured: in the only simulation of it, one replica of {GOAL_N:,} sent no work in a "
         "round. The reason is not known yet.\n\n"
         f"The bytes of the model end sooner. A mean has at most {MAX_SHARDS} shards, so with more replicas the busiest "
-        f"replica of a round reads N / {MAX_SHARDS} models and one more: {models.at(GOAL_N):.0f} models at "
+        f"replica of a round reads N / {MAX_SHARDS} models and one more: {models_read(GOAL_N):.0f} models at "
         f"N = {GOAL_N:,}. With 1B parameters in `int4`, and 1 Gbit/s, this takes {models_s(GOAL_N):.0f} s. A smaller "
         "model, a longer round, a shorter wire or a faster link moves this end."
     )
