@@ -45,7 +45,10 @@ OF_REQUESTS: Mapping[str, str] = {"entrypoint": "entrypoint", "rendezvous": "ren
 """The keys of further values of a launch that a settings file may have, by the field of the request."""
 URLS = "notify"
 """The key of the URLs of notifications. Files have only the places of URLs, because a URL is a secret."""
-COMMAND_ONLY = {"columns": str, "tee": str, "json": bool, "dry-run": bool, "volume": list[str], "module": bool}
+COMMAND_ONLY = {
+    **{"columns": str, "tee": str, "json": bool, "dry-run": bool, "volume": list[str], "module": bool},
+    "dashboard": bool,
+}
 ANY_BACKEND = ""
 
 

@@ -138,6 +138,8 @@ class WatchdogReport:
     `hang`."""
 
 
+# More than 20 methods: the limits of a start, a section, an idle, a stuck and an active rank act on one progress, and
+# each has its own sentence and its own end.
 class Watchdog:
     """Checks the progress of one attempt's process, and acts when a limit is reached.
 
