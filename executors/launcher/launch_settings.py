@@ -46,7 +46,12 @@ OF_REQUESTS: Mapping[str, str] = {"entrypoint": "entrypoint", "rendezvous": "ren
 URLS = "notify"
 """The key of the URLs of notifications. Files have only the places of URLs, because a URL is a secret."""
 COMMAND_ONLY = {
-    **{"columns": str, "tee": str, "json": bool, "dry-run": bool, "volume": list[str], "module": bool},
+    "columns": str,
+    "tee": str,
+    "json": bool,
+    "dry-run": bool,
+    "volume": list[str],
+    "module": bool,
     "dashboard": bool,
 }
 ANY_BACKEND = ""
