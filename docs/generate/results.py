@@ -108,7 +108,28 @@ def outer_settings_section(found: Mapping[str, Any]) -> str:
     )
 
 
-SECTIONS: Mapping[str, Callable[[Any], str]] = {"scaling": scaling.section, "outer_settings": outer_settings_section}
+def wires_section(found: Mapping[str, Any]) -> str:
+    """Return the section of the losses by wire.
+
+    Args:
+        found: The data.
+    """
+    heads = ("setting", "inner_steps", "steps", "replicas", "seed", "loss", "bytes")
+    keys = ("setting", "inner_steps", "steps", "n", "seed", "loss", "n_bytes")
+    rows = [[_text(f"{run[key]:.4f}" if key == "loss" else run[key]) for key in keys] for run in found["runs"]]
+    versions = found["versions"]
+    return (
+        f"## Losses by wire\n\n{found['about']} [Slow links](../how-to/slow-links.md) explains them.\n\n"
+        f"{table(heads, rows)}\n\nMeasured on: {versions['machine']}, PyTorch {versions['torch']}. "
+        f"Command: {code(found['command'])}."
+    )
+
+
+SECTIONS: Mapping[str, Callable[[Any], str]] = {
+    "scaling": scaling.section,
+    "outer_settings": outer_settings_section,
+    "wires": wires_section,
+}
 """The function of each data file that is not a `Document`, by the name of the file without suffix."""
 
 
