@@ -3,7 +3,7 @@
 ADR 0043 has the table of states and limits, and the reasons. In short: each mark of progress shows that the rank works.
 Without marks, an idle rank counts as hanging after a minute. An active rank counts as hanging after half an hour,
 because it may be evaluating. A beat or a tick only shows that some code runs, and does not count as progress.
-ADR 0090 adds the limit of a few seconds on a rank that is stuck: all its threads wait for its own locks, and no other
+ADR 0089 adds the limit of a few seconds on a rank that is stuck: all its threads wait for its own locks, and no other
 process can end that.
 """
 
