@@ -33,7 +33,7 @@ except ImportError as error:
 
 PORT = 8265
 POLL_S = 2.0  # between two requests of a page
-FIRST_S, STATE_S = 1.0, 8.0  # how long the page of a run waits for its measurements, and for the state of the run
+FIRST_S, STATE_S = 0.3, 8.0  # how long the page of a run waits for its measurements, and for the state of the run
 MAX_CONNECTIONS = 128
 KEEP_ALIVE_S = 15
 SHUTDOWN_S = 1
