@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import ceil, hypot
+from math import hypot
 
-from diloco.rendezvous.arrival_forecast import ArrivalForecast
 from diloco.rendezvous.contribution import ContributionSender, StepAccount
 from diloco.rendezvous.early_end import apply_sealed_end
 from diloco.rendezvous.frames import Seal
@@ -33,8 +32,6 @@ LOOK_S, ANSWERS_PER_LOOK = 1.0, 40
 """A replica out of phase looks for the seal at intervals of 40 times the store's answer time, and at least once a
 second.
 """
-N_CLOSE = 4
-"""The number of short pauses after the time at which an object was expected: half the store's answer time each."""
 
 
 class RoundRunner:
@@ -76,8 +73,6 @@ class RoundRunner:
         """The number of results so far."""
         self._waited_s = 0.0
         """Seconds that this replica waited for others in its last round."""
-        self._forecast = ArrivalForecast()
-        """When seals and means were there in earlier rounds."""
 
     @property
     def position(self) -> int:
@@ -214,10 +209,9 @@ class RoundRunner:
         entry.started_s = began = clock()
         entry.began_s = began if entry.began_s is None else entry.began_s
         waited_before, reduced_before = entry.wait_s, entry.reduce_s
-        wait = _Wait(context, self._forecast, "seal", began)
+        pauses = context.pauses()
         found: tuple[EntryState, Seal, Sequence[memoryview]] | None = None
         while True:
-            wait.looked_at = clock()
             seal = self.seals.seal(entry.index)
             if seal is None:
                 self._members.check_abort()
@@ -227,17 +221,12 @@ class RoundRunner:
                 # another replica may have created the seal first, so the stored seal is read
                 if sealing is not SealingResult.OPEN:
                     seal = self.seals.seal(entry.index)
-            if seal is not None and wait.kind == "seal":
-                wait.end()
-                wait = _Wait(context, self._forecast, "mean", wait.looked_at)
             if seal is not None and self.position == entry.index:
                 # A small mean is in the seal. The parts of a large one are collected.
                 mean: Sequence[memoryview] | None = seal.whole_mean
                 if mean is None:
                     mean = self.reducer.collect(entry, seal)
                 if mean is not None:
-                    if seal.whole_mean is None:
-                        wait.end()
                     self._check_anchor(entry, seal)
                     if self.position == entry.index:
                         waited_s, reduced_s = entry.wait_s - waited_before, entry.reduce_s - reduced_before
@@ -253,7 +242,7 @@ class RoundRunner:
                 self.sender.handle_forgeries(entry, seal, self._waited_s)
             self.sealer.check_time(entry)
             paused = clock()
-            pause_s = wait.pause_s()
+            pause_s = max(next(pauses), min(self._store.answer_s, MOST_PAUSE_S))  # a slow store is asked less often
             if seal is not None:
                 awaited = [self._keys.mean(entry.index, 0)]
             else:
@@ -402,46 +391,6 @@ class RoundRunner:
         self._training.prepare_merge()
         self.n_results += 1
         self._merge_ready(result)
-
-
-class _Wait:
-    """The pauses of one wait for a seal or a mean, which may be predicted from earlier rounds.
-
-    Args:
-        context: the services of the rendezvous.
-        forecast: predicts the end of the wait, and learns from it.
-        kind: "seal" or "mean".
-        began: the time at which the wait begins.
-    """
-
-    def __init__(self, context: Context, forecast: ArrivalForecast, kind: str, began: float) -> None:
-        self._context, self._forecast, self.kind, self._began = context, forecast, kind, began
-        self._pauses = context.pauses()
-        self._expected_s = forecast.expected_s(kind)
-        self._n_close = 0
-        """The number of short pauses since the expected time."""
-        self.looked_at = self._missed_at = began
-        """The time of the newest look, and of the newest look that did not find the object."""
-
-    def pause_s(self) -> float:
-        """Return the seconds until the next look, after a look that did not find the object."""
-        self._missed_at = self.looked_at
-        answer_s = min(self._context.store.answer_s, MOST_PAUSE_S)  # a slow store is asked less often
-        if (left_s := self._began + self._expected_s - self._context.clock()) > answer_s / 2:
-            return left_s / ceil(left_s / MOST_PAUSE_S)
-        if self._expected_s and self._n_close < N_CLOSE:
-            self._n_close += 1
-            return answer_s / 2
-        return max(next(self._pauses), answer_s)
-
-    def end(self) -> None:
-        """Record the end of the wait: the newest look has found the object."""
-        self._forecast.note(
-            self.kind,
-            missed_s=self._missed_at - self._began,
-            found_s=self.looked_at - self._began,
-            answer_s=self._context.store.answer_s,
-        )
 
 
 @dataclass(frozen=True, slots=True)

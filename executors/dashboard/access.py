@@ -16,7 +16,6 @@ from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
-COOKIE = "replicas_dashboard"
 TOKEN = "token"  # the name of the parameter in the address that the command prints
 PROOF = "x-replicas-proof"  # the header that a button sends
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -53,6 +52,9 @@ class Access:
         self.token = token or secrets.token_urlsafe(32)
         # The cookie and the proof do not tell the token, so a page that leaks one of them does not leak the others.
         self.cookie = self._derived("cookie")
+        # A browser sends a cookie to all ports of a host. With one name, a second dashboard would replace the cookie of
+        # the first one, whose pages would then be refused.
+        self.cookie_name = f"replicas_dashboard_{self._derived('name')[:8]}"
         self.proof = self._derived("proof")
         self._names = {*LOOPBACK, host.lower()} if host not in ANY else {*LOOPBACK, *_own_names()}
         self._takes_addresses = host in ANY
@@ -68,7 +70,7 @@ class Access:
             header: the value of the header.
         """
         try:
-            found = SimpleCookie(header).get(COOKIE)
+            found = SimpleCookie(header).get(self.cookie_name)
         except CookieError:
             return False
         return found is not None and hmac.compare_digest(found.value.encode(), self.cookie.encode())
@@ -129,7 +131,7 @@ class Guard:
             return
         headers = _headers_of(scope)
         if location := self._entry(scope, headers):
-            cookie = f"{COOKIE}={self._access.cookie}; Path=/; HttpOnly; SameSite=Strict"
+            cookie = f"{self._access.cookie_name}={self._access.cookie}; Path=/; HttpOnly; SameSite=Strict"
             await _answer(send, 303, b"", {"location": location, "set-cookie": cookie})
         elif not self._is_allowed(scope, headers):
             await _answer(send, 403, b"Forbidden\n", {"content-type": "text/plain"})
@@ -138,7 +140,10 @@ class Guard:
 
     def _entry(self, scope: Scope, headers: Mapping[str, str]) -> str:
         """Return the address without the token, if the request has the token in its address. Empty if it has none."""
-        query = parse_qsl(scope.get("query_string", b"").decode("latin-1"), max_num_fields=20)
+        try:
+            query = parse_qsl(scope.get("query_string", b"").decode("latin-1"), max_num_fields=20)
+        except ValueError:  # too many parameters
+            return ""
         given = [value for name, value in query if name == TOKEN]
         is_entry = scope["method"] == "GET" and len(given) == 1 and self._access.is_own_host(headers.get("host", ""))
         if not is_entry or not self._access.is_token(given[0]):

@@ -36,7 +36,7 @@ REPLICAS_OF_THAT = 8
 MAX_POINTS = 60  # of a loss in the list
 MAX_SEGMENTS = 12  # that are read for it
 MAX_ATTEMPTS = 500  # that are read for the cost
-OUTAGE_S = (5.0, 60.0)  # the pauses after looks that fail
+PAUSES_AFTER_FAILURE_S = (5.0, 60.0)  # the pauses after looks that fail
 READING = "The measurements of the run are being read."
 
 
@@ -104,7 +104,7 @@ class RunFeed:
         self._is_near = is_near(store.url)
         self._reader: ReportReader | None = None
         self._losses = Losses()
-        self._outage_s = OUTAGE_S[0]
+        self._outage_s = PAUSES_AFTER_FAILURE_S[0]
 
     @property
     def has_page(self) -> bool:
@@ -136,7 +136,7 @@ class RunFeed:
         except ReplicasError as error:
             self._fail(error)
         else:
-            self._outage_s = OUTAGE_S[0]
+            self._outage_s = PAUSES_AFTER_FAILURE_S[0]
             n_requests = 0 if reads_all else self.store.n_requests - before
             self.pause_s = max(EVERY_S, self._fair_pause_s(n_requests))
         with self.changed:
@@ -221,7 +221,7 @@ class RunFeed:
         elif status == "reading":
             status = "unknown"
         self.row = replace(self.row, status=status, problem=one_line(str(error)))
-        self.pause_s, self._outage_s = self._outage_s, min(2 * self._outage_s, OUTAGE_S[1])
+        self.pause_s, self._outage_s = self._outage_s, min(2 * self._outage_s, PAUSES_AFTER_FAILURE_S[1])
 
     def _cost(self, record: RunRecord, now: RunStatus) -> str:
         hours = self._used_s(now) / 3600

@@ -47,7 +47,15 @@ def key_in(client: Client) -> str:
 
 def test_without_the_token_each_path_is_403_and_tells_nothing(client: Client) -> None:
     right = client.cookie
-    for cookie in ("", "replicas_dashboard=", f"{right[:-1]}0"[: len(right)] + "x", "other=1", "\xff=\xfe"):
+    name = client.dashboard.access.cookie_name
+    for cookie in (
+        "",
+        f"{name}=",
+        f"replicas_dashboard={right.partition('=')[2]}",
+        f"{right[:-1]}0"[: len(right)] + "x",
+        "other=1",
+        "\xff=\xfe",
+    ):
         client.cookie = cookie
         answers = [client.get(path) for path in PATHS]
         answers += [client.ask(method, "/") for method in ("POST", "PUT", "HEAD", "OPTIONS", "TRACE")]
@@ -56,6 +64,17 @@ def test_without_the_token_each_path_is_403_and_tells_nothing(client: Client) ->
         assert {frozenset(answer.headers) - {"content-length"} for answer in answers} == {
             frozenset(answers[0].headers) - {"content-length"}
         }
+
+
+def test_many_parameters_are_no_reason_to_answer_without_access(client: Client) -> None:
+    client.cookie = ""
+    assert client.get("/?" + "&".join(f"a{n}=1" for n in range(100))).status == 403
+
+
+def test_two_dashboards_of_one_machine_have_cookies_of_their_own(client: Client) -> None:
+    other = Access("127.0.0.1")
+    own = client.dashboard.access
+    assert own.has_cookie(f"{own.cookie_name}={own.cookie}; {other.cookie_name}={other.cookie}")
 
 
 def test_the_token_becomes_a_cookie_that_scripts_cannot_read_and_leaves_the_address(client: Client) -> None:
