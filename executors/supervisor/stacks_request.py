@@ -6,12 +6,32 @@ import math
 import os
 from collections.abc import Callable
 
+from executors.process import open_file_of
 from executors.replica.shared_page import SharedPage
+from executors.worker.watched import STACKS_NAME
 
 HELD_S = 1.0
 """If a rank has not beaten for this long, a call probably holds the GIL. It beats four times a second."""
 READ_LIMIT_S = 3.0  # a dump takes milliseconds, and begins late on a loaded machine
 MAX_STACKS = 1 << 20
+
+
+def open_stacks_file(page: SharedPage, pid: int, *, is_rank: bool) -> int | None:
+    """Open the file into which a process dumps its stacks.
+
+    Args:
+        page: the page of the rank.
+        pid: the process that dumps.
+        is_rank: True if this is the rank itself. It may have got its file from this process before it started.
+
+    Returns: a new descriptor. None: the user's code has closed the file, and opened another under the same number.
+
+    Raises:
+        OSError: the process has ended, or has no such file.
+    """
+    if is_rank and page.stacks_descriptor >= 0:
+        return os.dup(page.stacks_descriptor)
+    return open_file_of(pid, int(page.stacks_file), STACKS_NAME)
 
 
 class StacksRequest:

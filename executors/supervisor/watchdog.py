@@ -18,14 +18,13 @@ from dataclasses import dataclass
 
 from executors.attempt.outcome import describe_end
 from executors.patience import ROUND
-from executors.process import HANG_SIGNAL, STACKS_SIGNAL, Activity, activity, open_file_of, start_time
+from executors.process import HANG_SIGNAL, STACKS_SIGNAL, Activity, activity, start_time
 from executors.replica.shared_page import ATOMIC_LIMIT_S, STEPS, SharedPage
 from executors.settings.policy import DEFAULT_START_S, HangLimits
 from executors.settings.run_spec import RunSpec
 from executors.supervisor.activity import ActivityMeter
-from executors.supervisor.stacks_request import StacksRequest
+from executors.supervisor.stacks_request import StacksRequest, open_stacks_file
 from executors.worker.failure import is_users_file
-from executors.worker.watched import STACKS_NAME
 
 N_TO_LEARN = 6  # intervals of a section that are needed before its idle limit is learned from them
 N_FOR_STUCK = 20  # intervals of a section that are needed before the limit on a stuck rank applies
@@ -480,13 +479,9 @@ class Watchdog:
         if not is_able or (seen is not None and seen.is_stopped):
             return None
         try:
-            file: int | None
-            if self._page.stacks_descriptor >= 0 and pid == self._pid:
-                file = os.dup(self._page.stacks_descriptor)
-            else:
-                file = open_file_of(pid, int(self._page.stacks_file), STACKS_NAME)
+            file = open_stacks_file(self._page, pid, is_rank=pid == self._pid)
             if file is None:
-                return None  # the user's code has closed the file, and opened another under the same number
+                return None
             os.ftruncate(file, 0)
         except OSError:
             return None
@@ -505,7 +500,7 @@ class Watchdog:
         with contextlib.suppress(ProcessLookupError, OSError):
             if pid != self._pid:
                 # It may have ended, and its pid may be another process's by now, which the signal would end.
-                file = open_file_of(pid, int(self._page.stacks_file), STACKS_NAME)
+                file = open_stacks_file(self._page, pid, is_rank=False)
                 if file is None:
                     return
                 os.close(file)

@@ -24,16 +24,16 @@ import pytest
 from support.hanging import COMPUTES, HANGS, SHORT, Watched, kill, start, watch
 
 from executors import LocalProcessExecutor, current_replica, launch
-from executors.process import CAN_FORK, HANG_SIGNAL, STACKS_SIGNAL, activity, open_file_of
+from executors.process import CAN_FORK, HANG_SIGNAL, STACKS_SIGNAL, activity
 from executors.replica import Replica
 from executors.replica.shared_page import SharedPage
 from executors.restarts.decision_log import DecisionLog
 from executors.run.resume import resume
 from executors.run.run import view_of
 from executors.supervisor import watchdog
-from executors.supervisor.stacks_request import StacksRequest
+from executors.supervisor.stacks_request import StacksRequest, open_stacks_file
 from executors.testing.helpers import eventually
-from executors.worker.watched import STACKS_NAME, start_watch
+from executors.worker.watched import start_watch
 
 SOFT_S, HARD_S = 4, 7
 HELD = "the GIL is held by a call that "
@@ -469,7 +469,7 @@ def test_dumps_of_the_stacks_do_not_end_a_process_whose_threads_run_code(monkeyp
     while not rank.page.ready:
         time.sleep(0.01)
     for _ in range(100):
-        file = open_file_of(rank.pid, int(rank.page.stacks_file), STACKS_NAME)
+        file = open_stacks_file(rank.page, rank.pid, is_rank=True)
         assert file is not None
         os.ftruncate(file, 0)
         # If each request was a signal, about one in thirty of these dumps would crash the process.
