@@ -337,7 +337,7 @@ class Settings(Record):
             asked["notify_on"] = ",".join(map(str, on))
         if isinstance(on := asked.get("notify_on"), str):
             asked["notify_on"] = kinds_text(on)
-        if isinstance(rules := asked.get("rules"), tuple):
+        if isinstance(rules := asked.get("rules"), tuple) and rules:
             asked["rules"] = rule_texts(rules)
         for name in ("hang_timeout", "start_timeout"):
             if asked.get(name) is not None:
@@ -423,7 +423,8 @@ class Settings(Record):
             if not isinstance(self.notify_on, str):
                 raise TypeError(f"notify_on must be the names of events, as in 'end,given_up', got {self.notify_on!r}.")
             kinds_text(self.notify_on)
-        self._check_rules()
+        if self.rules:
+            self._check_rules()
         self.hang_limits  # noqa: B018 - raises ValueError where a text is not a limit
         if type(self.spares) is not int or not 0 <= self.spares <= MAX_WORLD_SIZE:
             raise ValueError(f"spares must be a number from 0 to {MAX_WORLD_SIZE}, got spares={self.spares!r}.")

@@ -344,8 +344,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--views-at", nargs="*", type=int, default=[8, 32, 128, 512, 4096], metavar="N")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the results to this file")
     chosen = parser.parse_args(arguments)
-    logging.disable(logging.WARNING)
-    text = json.dumps(results(costs(chosen.rounds_at, chosen.views_at)), indent=1) + "\n"
+    logging.disable(logging.WARNING)  # dead replicas cause warnings on purpose
+    try:
+        text = json.dumps(results(costs(chosen.rounds_at, chosen.views_at)), indent=1) + "\n"
+    finally:
+        logging.disable(logging.NOTSET)
     if chosen.write is None:
         print(text)
     else:
