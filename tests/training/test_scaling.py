@@ -123,9 +123,9 @@ def test_the_published_file_has_all_runs_and_none_of_them_is_repeated(
 ) -> None:
     scaling = load_example("scaling.py")
     lines, published, again = tmp_path / "runs.jsonl", tmp_path / "scaling.json", tmp_path / "again.jsonl"
-    runs = [scaling.train(a_plan(way="alone", n=1, inner_steps=0, wire="", steps=2)), scaling.train(a_plan(steps=2))]
+    runs = [scaling.train(a_plan(way="alone", n=1, inner_steps=0, wire="", steps=4)), scaling.train(a_plan(steps=4))]
     monkeypatch.setattr(scaling, "carried_out", lambda plans, *_: [run for run in runs if run.plan in plans])
-    grid = ["--sizes", "0.14M", "--replicas", str(N), "--inner-steps", str(INNER_STEPS), "--steps", "2"]
+    grid = ["--sizes", "0.14M", "--replicas", str(N), "--inner-steps", str(INNER_STEPS), "--steps", "4"]
     scaling.main(["--lines", str(lines), *grid, "--write", str(published)])
     assert {run.plan for run in scaling.read_runs(published)} == {run.plan for run in runs}
     scaling.main(["--lines", str(again), "--finished", str(published), *grid, "--write", str(tmp_path / "all.json")])
