@@ -38,7 +38,7 @@ HANGS = "local/test_hangs.py::test_"
 UNLIKE = {
     f"{HANGS}a_rank_that_waits_is_ended_as_idle[poll]": "macOS does not show that a thread only polls",
     f"{HANGS}work_without_reports_is_not_ended[save_to_a_slow_disk]": "macOS does not show the bytes that are written",
-    f"{HANGS}work_without_reports_is_not_ended[upload_from_memory]": "on a loaded machine, an upload looks idle on macOS",
+    f"{HANGS}work_without_reports_is_not_ended[upload_from_memory]": "on a loaded machine, an upload looks idle there",
     "local/test_fail_fast.py::test_replicas_without_a_supervisor_end_each_other": "the scene acts a container of Linux",
     f"local/test_restarts.py::{DOES_NOT_EXIT}": "its preload changes the supervisor, which imports none on macOS",
 }
