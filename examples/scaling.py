@@ -575,7 +575,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         nargs="+",
         default=[""],
         metavar="LR,MOMENTUM",
-        help="outer learning rate and momentum, one run for each value; default: those of DiLoCo",
+        help="outer learning rate and momentum, one run for each value; default: the settings that DiLoCo chooses",
     )
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at a time; default: 1")
     parser.add_argument("--no-more", action="store_true", help="start no run")

@@ -57,7 +57,7 @@ _NOT_SECRET = re.compile(
     re.IGNORECASE,
 )
 _COUNTED = re.compile(r"(?:token|tokenid|refresh|pat|otp|pin|pass|key|auth|sig|salt|sessionid|signature)$")
-"""Names that may also be those of numbers, as in "time per token"."""
+"""Names that numbers may have, too, as in "time per token"."""
 _ENV_KEY = re.compile(r"[A-Z][A-Z0-9_]*_KEY")
 _SEPARATORS = re.compile(r"[\s_.\-]+")
 

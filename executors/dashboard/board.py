@@ -113,7 +113,7 @@ class Board:
             self._work.notify_all()
 
     def find(self, key: str) -> RunFeed | None:
-        """Return the feed of a run. None: there is no such run.
+        """Return the feed of a run. None: the dashboard does not show that run.
 
         Args:
             key: the key of the run.
@@ -125,7 +125,7 @@ class Board:
         return None if feed is None or feed.is_gone else feed
 
     def key_of(self, store_url: str, run_id: str) -> str | None:
-        """Return the key of a run, by the url of its store and its id. None: there is no such run."""
+        """Return the key of a run, by the url of its store and its id. None: it is not shown."""
         if (store_url, run_id) not in self._ids:
             self.find_runs()
         return self._ids.get((store_url, run_id))
@@ -271,7 +271,7 @@ def check_listing(url: str | Path | None) -> None:
         url: the store. None: the runs that this machine knows.
 
     Raises:
-        RunNotFoundError: there is no such directory.
+        RunNotFoundError: the directory does not exist.
         StoreError: the store does not answer, or refuses the access.
     """
     if url is None:

@@ -95,7 +95,7 @@ class RunFeed:
         self.now: RunStatus | None = None
         """The state of the run at the last look that succeeded."""
         self.is_gone = False
-        """True if there is no such run."""
+        """True if the store does not have the run."""
         self.cpu_s = self.page_cpu_s = 0.0
         """The processor time of the last look, without and with only its page, in seconds."""
         self.pause_s = EVERY_S

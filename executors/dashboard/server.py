@@ -300,7 +300,7 @@ class _Pages:
         return {"changes": changes, "version": version, "poll_s": POLL_S, "proof": proof, "header": PROOF}
 
     def _unknown(self) -> Response:
-        text = "The dashboard knows no such run."
+        text = "The dashboard does not know this run."
         return HTMLResponse(message_page("No such run", text, self._settings("", 0)), status_code=404)
 
 

@@ -70,7 +70,7 @@ class RestartSession:
         self._read_log_at = time.monotonic() + READ_LOG_S
         self._tolerance = tolerance
         self._stop_words: str | None = None
-        """The reason of a stop that must be added to the log. None: there is no such stop."""
+        """The reason of a stop that must be added to the log. None: no stop waits."""
         self._outage = Outage(BRIEF, "the log of decisions", waits=waits)
         self._is_closed = self._only_reads_orders = False
 

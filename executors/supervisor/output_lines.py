@@ -27,7 +27,7 @@ class OutputLines:
     A carriage return also ends a line, so that each state of a progress bar is a line.
 
     Args:
-        pages: the pages of the attempt's processes. They are read if there is no file.
+        pages: the pages of the attempt's processes. They are read if the file does not exist.
         file: the log of the attempt. None: the service has the log, and the pages have the end of the output.
 
     Example:

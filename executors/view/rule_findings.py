@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from executors.attempt.rule_record import find_finding
-from executors.errors import StoreError
+from executors.errors import CorruptObjectError, StoreError
 from executors.settings.rule_finding import RuleFinding
 from executors.status import DecisionLine
 from executors.store.inventory import Inventory
@@ -36,19 +36,24 @@ class RuleFindings:
     def read(self) -> Sequence[RuleFinding]:
         """Read the records that are new in the inventory, and return all that were read, in the order of reading.
 
-        Records that cannot be read are left out. The events of the run name them.
+        A damaged record is left out. The events of the run name it. A record that the store does not return now is read
+        by a later call.
         """
         inventory: Inventory = self._records.inventory
         new = sorted(inventory.rules - self._seen)[: max(0, MAX_READ - len(self._seen))]
-        self._seen.update(new)
+        put_off = set[tuple[int, int, int, bool]]()
 
         def read(key: tuple[int, int, int, bool]) -> RuleFinding | None:
             try:
                 return find_finding(self._records.store, self._records.run_id, key)
+            except CorruptObjectError:
+                return None
             except StoreError:
+                put_off.add(key)
                 return None
 
         found = [each for each in self._records.map(read, new) if each is not None]
+        self._seen |= {*new} - put_off
         self._found += sorted(found, key=lambda each: each.at)
         return tuple(self._found)
 

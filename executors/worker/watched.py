@@ -127,7 +127,7 @@ def _beat(page: SharedPage) -> None:
             with contextlib.suppress(ValueError):  # the number of the file is -1
                 faulthandler.dump_traceback(int(page.stacks_file), all_threads=True)
             page.stacks_wanted = 0
-        # There is no new call while the main thread has not made the last one.
+        # No new call is added while the main thread has not made the last one.
         if page.tick != ticked_at and now - page.tick >= TICK_S:
             ticked_at = page.tick
             add(called, None)

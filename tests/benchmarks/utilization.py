@@ -34,7 +34,7 @@ LEFT_FOR_MERGE = 2
 
 
 def utilization(options: Options) -> list[Comparison]:
-    """W12: the share of time that is not spent in steps, by link and wire, with rounds beside the training."""
+    """W12: the share of time that is not spent in steps, by link and wire, with rounds while training continues."""
     n, params, step_s, rounds = (2, 50_000, 0.005, 1) if options.quick else (N, PARAMS, STEP_S, options.repeat or 3)
     links = dict(list(LINKS.items())[-1:]) if options.quick else LINKS
     found: list[Comparison] = []
