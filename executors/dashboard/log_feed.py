@@ -45,7 +45,7 @@ class LogFeed:
 
     def __init__(self, view: RunView, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._rank = view.check_rank(rank)
-        self._note = ""
+        self._note = self._problem = ""
         self._logs = RunLogs(view.reader, None, EVERYTHING, self._keep_note, is_one=True)
         first = self._logs.look([rank])[rank].attempt
         self._follower = RankFollower(self._logs, rank, MAX_LINES, first)
@@ -72,7 +72,8 @@ class LogFeed:
             # A page of an earlier server may have a larger number, and gets everything.
             n_new = len(self._lines) if number > self._n_lines else n_new
             lines = [*islice(self._lines, len(self._lines) - n_new, None)]
-            return {"lines": lines, "last": self._n_lines, "is_gap": n_new < self._n_lines - number, "note": self._note}
+            is_gap, note = n_new < self._n_lines - number, self._problem or self._note
+            return {"lines": lines, "last": self._n_lines, "is_gap": is_gap, "note": note}
 
     def close(self) -> None:
         """Close the log."""
@@ -84,8 +85,9 @@ class LogFeed:
             for lines in self._follower.read(self._logs.look([self._rank])[self._rank]):
                 self._n_lines += len(lines)
                 self._lines.extend(map(page_line, lines))
+            self._problem = ""
         except ReplicasError as error:
-            self._note = one_line(f"The log cannot be read: {error}")
+            self._problem = one_line(f"The log cannot be read: {error}")
 
     def _keep_note(self, words: str) -> None:
         self._note = one_line(words)

@@ -19,12 +19,13 @@ from executors import LocalProcessExecutor, launch
 from executors.dashboard.access import Access
 from executors.dashboard.board import Board
 from executors.dashboard.changes import Versions, patch_of
-from executors.dashboard.log_feed import MAX_CHARACTERS, page_line
+from executors.dashboard.log_feed import MAX_CHARACTERS, LogFeed, page_line
 from executors.dashboard.run_feed import RunFeed
 from executors.dashboard.server import Dashboard, Options
 from executors.errors import ReplicasError, RunNotFoundError
 from executors.run.run import view_of
 from executors.testing import eventually
+from executors.view.run_logs import RunLogs
 from executors.view.run_page import report_document
 
 PATHS = ("/", "/changes", "/runs/00000000/mine", "/runs/00000000/mine/changes", "/no/such/page", "/favicon.ico")
@@ -221,6 +222,23 @@ def test_a_port_that_is_taken_is_an_error_with_the_flag() -> None:
 
 
 # --- logs
+
+
+def test_a_problem_with_a_log_is_shown_until_the_log_can_be_read_again(
+    local: LocalProcessExecutor, here: HereInstead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = launch(local, "job:main", 1, args={"say": "word", "times": 1}, run_id="mine")
+    assert run.wait(60)
+    now = iter(range(0, 1000, 100))
+    feed = LogFeed(view_of(run), 0, clock=lambda: next(now))
+
+    def fails(*_: object) -> None:
+        raise ReplicasError("The bucket is away.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunLogs, "look", fails)
+        assert feed.lines_after(0)["note"] == "The log cannot be read: The bucket is away."
+    assert feed.lines_after(0)["note"] == ""
 
 
 def test_a_log_is_followed_by_the_number_of_its_last_line_and_shared_by_all_tabs(
