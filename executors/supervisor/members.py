@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from executors.attempt import Attempt
 from executors.attempt.outcome import MAX_OUTCOME_BYTES, parse_outcome
 from executors.errors import CorruptObjectError
-from executors.process import OPENS_FILES_OF_OTHERS, SHARES_PORTS, path_of_descriptor, private_file, signal_name
+from executors.process import SHARES_PORTS, openable_file, path_of_descriptor, remove_openable, signal_name
 from executors.protocol import MemberEnd, Outcome, ReplicaStatus
 from executors.replica.shared_page import SharedPage
 from executors.settings.procs import BY_GPU, BY_GPU_OR_ONE, gpus_asked
@@ -118,7 +118,7 @@ class MemberGroup:
         self.end_files: list[int] = []
         try:
             for _ in range(n):
-                self.end_files.append(private_file())
+                self.end_files.append(openable_file(b""))
         except OSError:
             self.close()
             raise
@@ -137,15 +137,17 @@ class MemberGroup:
             leader_page: the page of member 0.
         """
         file = self.end_files[number]
-        # On Linux, the member can open the file again through the descriptor of this process.
-        path = path_of_descriptor(file) if OPENS_FILES_OF_OTHERS else ""
-        return MemberPlace(number, self.n, self.port, file, leader_page, path, os.fstat(file).st_ino)
+        # The member opens the file again by its path if the user's code has closed the descriptor.
+        path, inode = path_of_descriptor(file), os.fstat(file).st_ino
+        return MemberPlace(number, self.n, self.port, file, leader_page, path, inode)
 
     def close(self) -> None:
         """Release the port and the files, when the attempt has ended."""
         self._reserved.close()
         while self.end_files:
-            os.close(self.end_files.pop())
+            file = self.end_files.pop()
+            remove_openable(file)
+            os.close(file)
 
 
 @dataclass

@@ -36,9 +36,9 @@ class MemberPlace:
     """The descriptor of the file into which the process writes its outcome."""
     leader_page: SharedPage
     """The page of member 0."""
-    end_path: str = ""
-    """A path by which this process can open the file again. Empty: there is none."""
-    end_inode: int = 0
+    end_path: str
+    """A path by which this process can open the file again."""
+    end_inode: int
     """The number of the file in its file system, by which this process knows whether the descriptor still is this file.
     """
 

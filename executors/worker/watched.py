@@ -35,12 +35,13 @@ _page: SharedPage | None = None
 _TICK = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
-def start_watch(page: SharedPage) -> None:
+def start_watch(page: SharedPage, *, is_speaker: bool = False) -> None:
     """Start to beat and to handle the signals. The main thread of a process that this project starts calls this
     function.
 
     Args:
         page: the page that the rank shares with its supervisor.
+        is_speaker: True in a process of a command that reports in the place of its worker. Default False.
     """
     global _page
     if _page is page:  # in the next attempt of the same process, the thread and the file of the stacks exist already
@@ -50,19 +51,20 @@ def start_watch(page: SharedPage) -> None:
         return
     _page = page
     signal.signal(HANG_SIGNAL, _raise_hang)
-    page.stacks_file = -1  # the page may name the file of a command's worker, until this process has its own file
+    file = -1
+    page.stacks_file = file  # the page may name the file of a command's worker, until this process has its own file
     # some sandboxes have no files in memory; then there are no stacks
     with contextlib.suppress(OSError, AttributeError):
-        file = page.stacks_descriptor if page.stacks_descriptor >= 0 else memory_file(STACKS_NAME)
-        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # the supervisor truncates the file
-        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
-        page.stacks_file = file
+        opened = page.stacks_descriptor if page.stacks_descriptor >= 0 else memory_file(STACKS_NAME)
+        fcntl.fcntl(opened, fcntl.F_SETFL, os.O_APPEND)  # the supervisor truncates the file
+        faulthandler.register(STACKS_SIGNAL, file=opened, all_threads=True)
+        page.stacks_file = file = opened
     os.register_at_fork(after_in_child=_end_watch_in_child)
     _raise_ignored_errors_again()
     page.main_thread = _thread.get_ident()
     page.beat = page.tick = monotonic()
     before = own_threads()
-    start_lasting_thread(_beat, page)
+    start_lasting_thread(_beat, page, (file, _thread.get_ident()), is_speaker)
     # The new thread cannot set this itself: the entrypoint may hold the GIL before that thread runs for the first time.
     page.beat_thread = max(own_threads() - before, default=0)
     # Only the beating thread gets the signal for stacks, so that it does not interrupt a call of the main thread.
@@ -85,7 +87,7 @@ def be_watched(page: SharedPage) -> bool:
     # This comes first, so that the worker stops its beats. The supervisor sends no signal until the file of the stacks
     # exists.
     page.watched = os.getpid()
-    start_watch(page)
+    start_watch(page, is_speaker=True)
     return True
 
 
@@ -99,8 +101,14 @@ def end_watch(page: SharedPage) -> None:
     page.unwatched, page.ready = 1, 0
 
 
-def _beat(page: SharedPage) -> None:
-    """Beat and look for a request several times a second, and ask the main thread to tick once a second."""
+def _beat(page: SharedPage, own: tuple[int, int], is_speaker: bool) -> None:
+    """Beat and look for a request several times a second, and ask the main thread to tick once a second.
+
+    Args:
+        page: the page that the rank shares with its supervisor.
+        own: the file for the stacks of this process, and its main thread.
+        is_speaker: True in a process of a command that reports in the place of its worker.
+    """
 
     def tick(_: object) -> int:
         page.tick = monotonic()
@@ -111,18 +119,23 @@ def _beat(page: SharedPage) -> None:
     pause.acquire()
     ticked_at, pid = -1.0, os.getpid()
     mine = None if page.stacks_descriptor < 0 else os.fstat(page.stacks_descriptor)
-    own = page.stacks_file, page.main_thread
     while True:
-        if page.watched not in (0, pid):
-            if start_time(int(page.watched)) is not None:  # a process of the command beats
+        watched = int(page.watched)
+        if watched not in (0, pid):
+            # A process of the command beats. If it has ended, another one may have taken over during this look.
+            if start_time(watched) is not None or page.watched != watched:
                 pause.acquire(timeout=BEAT_S)
                 continue
             page.stacks_file, page.main_thread = own
             page.watched = 0
+        elif is_speaker and not watched:
+            # The worker has found the end of the speaker before this one, and taken over at the same time as this one.
+            page.stacks_file, page.main_thread = own
+            page.watched = pid
         page.beat = now = monotonic()
         if mine is not None and not _is_file(page.stacks_descriptor, mine):
             # The supervisor cannot see that the descriptor is now another file. A dump would be written into that file.
-            page.stacks_file, mine = -1, None
+            page.stacks_file, own, mine = -1, (-1, own[1]), None
         if page.stacks_wanted:
             with contextlib.suppress(ValueError):  # the number of the file is -1
                 faulthandler.dump_traceback(int(page.stacks_file), all_threads=True)

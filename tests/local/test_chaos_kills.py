@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from servers.s3.server import S3Server
-from support.chaos_tasks import closed_gates, train
+from support.chaos_tasks import START, closed_gates, train
 from support.records import read_json
 from support.runs import pid_of
 
@@ -130,8 +130,10 @@ def test_a_replica_is_killed_again_as_it_comes_back(tmp_path: Path, when: str) -
 @pytest.mark.parametrize("point", ["part", "pointer"])
 def test_the_first_to_publish_an_anchor_is_killed_and_another_does_it(tmp_path: Path, point: str) -> None:
     chaos = [f"kill:rank=0,at={point},round=0,when=after"]
-    run = start(tmp_path, 2, ROUNDS, chaos=chaos, late=LATE)
-    assert death_of(run, 0, 0).signal == "SIGKILL"
+    with closed_gates(tmp_path / "gates", [START]) as open_gate:
+        run = start(tmp_path / "gates", 2, ROUNDS, chaos=chaos, late=LATE, late_ranks=[1])
+        assert death_of(run, 0, 0).signal == "SIGKILL"
+        open_gate(START)
     run = resume(run, ranks=[0])
     is_unharmed(run, 2, ROUNDS)
     dead = read_json(view_of(run).store, replica_key(run.run_id, 0, 0, "started.json"))["nonce"]

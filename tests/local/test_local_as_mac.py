@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from support.as_mac import as_mac, environment_as_mac, why_not
@@ -52,15 +53,18 @@ def test_local_replicas_keep_their_promises_as_on_macos(suite: str, tmp_path: Pa
     left_out = [part for name in UNLIKE if name.startswith(suite) for part in ("--deselect", f"tests/{name}")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not live", *left_out]
     environ = environment_as_mac(os.environ, tmp_path / "proc")
-    done = subprocess.run(
-        as_mac([*command, f"tests/{suite}"]),
-        cwd=TESTS.parent,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    # By default, pytest removes the folders of earlier runs at its end. A user of the emulation may not remove a folder
+    # of another user, so this pytest gets a folder of its own. It is short because the path of a socket is limited.
+    with TemporaryDirectory(prefix="as-mac-") as folder:
+        done = subprocess.run(
+            as_mac([*command, f"--basetemp={folder}/tests", f"tests/{suite}"]),
+            cwd=TESTS.parent,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
     assert done.returncode == 0, f"{done.stdout[-20_000:]}\n{done.stderr[-2000:]}"
 
 

@@ -9,10 +9,18 @@ from pathlib import Path
 from typing import Any
 
 N_INPUTS, NOISE = 16, 0.5
+START = -1
+"""The gate of replicas that start late."""
 
 
 def train(
-    folder: str, rounds: int, gates: Sequence[int] = (), inner_steps: int = 5, sharded: bool = False, **options: Any
+    folder: str,
+    rounds: int,
+    gates: Sequence[int] = (),
+    inner_steps: int = 5,
+    sharded: bool = False,
+    late_ranks: Sequence[int] = (),
+    **options: Any,
 ) -> dict[str, Any]:
     """Fit a line to noisy values with the other replicas.
 
@@ -20,6 +28,7 @@ def train(
         folder: the folder of the gates.
         gates: rounds at whose beginning a replica waits until the test opens `folder/<round>`.
         sharded: cut the mean into shards, as for a large model.
+        late_ranks: replicas that wait at their start until the test opens the gate `START`.
         options: options of DiLoCo.
 
     Returns:
@@ -32,6 +41,8 @@ def train(
     from executors import current_replica
 
     replica, steps = current_replica(), rounds * inner_steps
+    if replica.rank in late_ranks:
+        pass_gate(folder, START)
     target = torch.linspace(-1, 1, N_INPUTS)
     model = torch.nn.Linear(N_INPUTS, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
