@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +44,7 @@ from executors.supervisor.watchdog import Watchdog, introduce
 
 if TYPE_CHECKING:  # few runs need these, and each import delays the start of a replica
     from executors.notices.notifier import Notifier
-    from executors.settings.watch_rules import WatchRule
-    from executors.supervisor.rule_records import RuleRecords
-    from executors.supervisor.rule_watch import RuleVerdict, RuleWatch
+    from executors.supervisor.rule_judge import RuleJudge
 
 WATCH_PAUSE_S = 0.1  # checks within this time are made together, so that many ranks cost one wakeup
 STOPPED = "the run was stopped"
@@ -141,14 +139,12 @@ class Supervisor:
             its = NotifierSpec.of(spec, waits_for_others=self.waits_for_notices)
             self._notifier = Notifier(its, on_start=on_notifier)
             self._round_watch = RoundWatch()
-        self._rules: tuple[WatchRule, ...] = ()
-        self._rule_records: RuleRecords | None = None
-        """Writes the records of broken rules. None: the run has no rules."""
+        self._rules: RuleJudge | None = None
+        """Judges the rules of the run. None: it has none."""
         if spec.settings.rules:
-            from executors.settings.watch_rules import parse_rules
-            from executors.supervisor.rule_records import RuleRecords
+            from executors.supervisor.rule_judge import RuleJudge
 
-            self._rules, self._rule_records = parse_rules(spec.settings.rules), RuleRecords()
+            self._rules = RuleJudge(spec, starter, self._session, term_grace_s, on_record=self._look_for_notices)
         self._killer = None
         if spec.settings.chaos:
             from executors.worker.chaos import Killer
@@ -204,7 +200,7 @@ class Supervisor:
         while self._is_needed:
             events = (min(each.deadline, each.kill_at, each.others_at) for each in self._running.values())
             kill_at = NEVER if self._killer is None else self._killer.next_at
-            rules_at = NEVER if self._rule_records is None else self._rule_records.next_at
+            rules_at = NEVER if self._rules is None else self._rules.next_at
             due = (
                 *(self._cancel_poller.next_at, self._watch_at, self._session.next_at, self._outcomes.next_at),
                 *(kill_at, rules_at),
@@ -219,7 +215,8 @@ class Supervisor:
             if time.monotonic() >= self._cancel_poller.next_at:
                 self._check_store()
             self._outcomes.try_again()
-            self._write_rules()
+            if self._rules is not None:
+                self._rules.write()
             self._advance_restarts()
             if self._notifier is not None:
                 self._notifier.keep()
@@ -249,7 +246,7 @@ class Supervisor:
         """True if any work is left, or the store has not yet taken an outcome."""
         has_more = self._is_busy or self._session.is_pending
         is_late = self._outcomes.is_pending(is_busy=has_more) or has_more
-        return is_late or (self._rule_records is not None and self._rule_records.is_pending(is_busy=is_late))
+        return is_late or (self._rules is not None and self._rules.is_pending(is_busy=is_late))
 
     @property
     def _tolerance(self) -> OutageTolerance:
@@ -262,6 +259,11 @@ class Supervisor:
     @property
     def _notifier_descriptors(self) -> tuple[int, ...]:
         return () if self._notifier is None else self._notifier.descriptors
+
+    def _look_for_notices(self) -> None:
+        """Let the notifier look at the records of the run, because there are new ones."""
+        if self._notifier is not None:
+            self._notifier.look()
 
     def _write_to_logs(self, words: str) -> None:
         """Write a line to the log of each rank that is not running, because a supervisor has no log of its own."""
@@ -277,7 +279,7 @@ class Supervisor:
         before = self._pages.get(rank, [])
         for page in before:
             page.close_stacks()
-        watched = self._watched_numbers
+        watched = None if self._rules is None else self._rules.watched_numbers
         pages = [SharedPage(before[number] if number < len(before) else None, watched) for number in range(n)]
         self._pages[rank] = pages
         for page in pages:
@@ -299,7 +301,7 @@ class Supervisor:
         others = [Member(number, pids[number], pages[number], dogs[number]) for number in range(1, n)]
         pid = pids[0]
         running = RunningAttempt(pid, attempt, pages[0], dogs[0], time.time(), deadline, others=others, group=group)
-        running.rules = self._rule_watch(attempt, pages)
+        running.rules = None if self._rules is None else self._rules.watch(attempt, pages)
         # The pid is free again while other members of a replica whose member 0 has ended still run.
         self._running[pid if pid not in self._running else -pid] = running
         self._watch_at = 0.0
@@ -307,25 +309,6 @@ class Supervisor:
     def _watchdog(self, page: SharedPage, pid: int, rank: int) -> Watchdog:
         ends, grace_s = self._session.has_policy, self._term_grace_s
         return Watchdog(page, pid, self._session.hang, ends=ends, term_grace_s=grace_s, spec=self._spec, rank=rank)
-
-    @property
-    def _watched_numbers(self) -> tuple[str, ...] | None:
-        """The names of the reported numbers that rules are about. None: the run has no rules."""
-        if not self._rules:
-            return None
-        from executors.settings.watch_rules import watched_numbers
-
-        return watched_numbers(self._rules)
-
-    def _rule_watch(self, attempt: Attempt, pages: Sequence[SharedPage]) -> RuleWatch | None:
-        """Return the object that judges the rules for an attempt. None: the run has no rules."""
-        if not self._rules:
-            return None
-        from executors.supervisor.output_lines import OutputLines
-        from executors.supervisor.rule_watch import RuleWatch
-
-        output = OutputLines(pages, self._starter.output_file(attempt))
-        return RuleWatch(self._rules, pages, output, time.monotonic())
 
     def _continue(self, idle: RunningAttempt, attempt: Attempt) -> None:
         """Let the process of an ended attempt run the next one.
@@ -340,7 +323,7 @@ class Supervisor:
         # The old watchdog would still count the time of the attempt before, and kill the process for its hang.
         dog, deadline = self._watchdog(page, idle.pid, rank), self._deadlines[rank]
         running = RunningAttempt(idle.pid, attempt, page, dog, time.time(), deadline, how=SAME_PROCESS)
-        running.rules = self._rule_watch(attempt, [page])
+        running.rules = None if self._rules is None else self._rules.watch(attempt, [page])
         self._running[idle.pid] = running
         self._last[rank] = attempt
         self._watch_at = 0.0
@@ -358,7 +341,8 @@ class Supervisor:
                 self._dismiss(running)
                 continue
             running.keep_stacks()
-            self._judge(running, time.monotonic(), is_last=True)
+            if self._rules is not None:
+                self._rules.look(running, time.monotonic(), is_last=True)
             self._forget(running)
             self._starter.note_output(running.asked, is_whole=True)
             self._idle[running.asked.rank] = running
@@ -479,7 +463,8 @@ class Supervisor:
             if has_ended:
                 self._forget(running)
                 self._starter.note_output(running.asked, is_whole=True)
-                self._judge(running, time.monotonic(), is_last=True)
+                if self._rules is not None:
+                    self._rules.look(running, time.monotonic(), is_last=True)
             living = (member.pid for each in self._running.values() for member in each.living)
             idle = (each.pid for each in self._idle.values())
             spare = {*living, *idle, *self._copying, *self._stuck}
@@ -533,9 +518,9 @@ class Supervisor:
             self._session.note_claim(running.attempt)
         if not self._session.advance(has_progress=has_progress, is_busy=self._is_busy):
             return
-        if self._notifier is not None and self._n_noticed != self._session.n_read:
+        if self._n_noticed != self._session.n_read:
             self._n_noticed = self._session.n_read
-            self._notifier.look()
+            self._look_for_notices()
         blocks = self._session.blocks()
         for rank, entry in blocks.items():
             self._session.cancel_unstarted(rank, stop_reason(entry))
@@ -565,66 +550,13 @@ class Supervisor:
         """Check the progress of the running ranks."""
         now = time.monotonic()
         looks = [running.watch(now, self._starter) for running in self._running.values()]
-        for running in self._running.values() if self._rules else ():
-            looks.append(self._judge(running, now))
+        if self._rules is not None:
+            looks += [self._rules.look(running, now) for running in self._running.values()]
         self._watch_at = max(min(looks, default=NEVER), now + WATCH_PAUSE_S)
         if self._notifier is not None:
             rounds = [running.page.round for running in self._running.values() if running.ending is None]
             if (notice := self._round_watch.note(rounds, now, time.time())) is not None:
                 self._notifier.notice(notice)
-
-    # Rules
-
-    def _judge(self, running: RunningAttempt, now: float, *, is_last: bool = False) -> float:
-        """Judge the rules for an attempt, and act on those that are broken. Return the time of the next look.
-
-        Args:
-            running: the attempt.
-            now: the time by `time.monotonic`.
-            is_last: True if the attempt has ended, so that this is the last look. Default False.
-        """
-        watch = running.rules
-        if watch is None:
-            return NEVER
-        if running.ending is None or is_last:  # a rank that was asked to end reports nothing that matters
-            for verdict in watch.look(now, is_last=is_last):
-                self._act_on(running, verdict, is_last=is_last)
-            self._write_rules()
-        return watch.next_look_at if running.ending is None else NEVER
-
-    def _act_on(self, running: RunningAttempt, verdict: RuleVerdict, *, is_last: bool) -> None:
-        """Record a broken rule, print it, and end the attempt or the run if that is its action."""
-        from executors.settings.rule_finding import BROKEN, MAX_EVIDENCE, UNJUDGED, RuleFinding
-        from executors.settings.watch_rules import RESTART, STOP
-
-        finding = RuleFinding(
-            rank=running.asked.rank,
-            attempt=running.attempt.number,
-            index=verdict.number,
-            rule=str(verdict.rule),
-            verdict=BROKEN if verdict.is_broken else UNJUDGED,
-            evidence=verdict.evidence[:MAX_EVIDENCE],
-            action=verdict.rule.action,
-            member=verdict.member,
-            at=time.time(),
-        )
-        if self._rule_records is not None:
-            self._rule_records.add(running.attempt, finding)
-        with contextlib.suppress(OSError):  # the disk of the log may be full
-            self._starter.write_log(running.asked, f"replicas: {finding.sentence}")
-        if not verdict.is_broken:
-            return
-        if verdict.rule.action == STOP:
-            rank, evidence = running.asked.rank, finding.evidence
-            self._session.order_stop(f"rank {rank} broke the rule {finding.rule!r}: {evidence}")
-        elif verdict.rule.action == RESTART and not is_last and running.terminate("rule", self._term_grace_s):
-            rank, n = running.asked.rank, self._spec.world_size
-            running.error = describe_end("rule", rank, n, sentence=finding.sentence)
-            running.error_line = finding.sentence
-
-    def _write_rules(self) -> None:
-        if self._rule_records is not None and self._rule_records.write() and self._notifier is not None:
-            self._notifier.look()
 
     def _enforce_deadlines(self) -> None:
         now, stopped = time.monotonic(), list[Attempt]()
@@ -746,8 +678,7 @@ class Supervisor:
     def _note_end(self, attempt: Attempt, outcome: Outcome) -> None:
         """Let the session decide on an end. With `fail_fast`, end the run if no replica has had a round yet."""
         self._session.note_end(outcome)
-        if self._notifier is not None:
-            self._notifier.look()
+        self._look_for_notices()
         if self._spec.settings.fail_fast and not self._is_undone and outcome.status is ReplicaStatus.FAILED:
             with contextlib.suppress(StoreError):
                 if retry(functools.partial(end_others, attempt, outcome, self._spec.world_size)):
