@@ -82,8 +82,8 @@ PANELS = {
 """The order of the options in the help. The six options that a first launch needs come first."""
 FROM_NOW = "Default: as before."
 RULE_FROM_NOW = (
-    "A rule of the resumed replicas, in place of all rules of the launch, as in 'loss > 8 -> stop'. Repeatable. none: "
-    f"no rules. {FROM_NOW}"
+    "A rule of all attempts that start from now on, in place of all earlier rules, as in 'loss > 8 -> stop'. "
+    f"Repeatable. none: no rules. {FROM_NOW}"
 )
 TOTAL_STEPS = "Extend the run to N inner steps. Ranks that have succeeded start again, too."
 TOTAL_ROUNDS = "Extend a run with rounds by the clock to N rounds."

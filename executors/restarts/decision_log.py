@@ -20,6 +20,7 @@ from executors.errors import CorruptObjectError, StoreError
 from executors.patience import retry
 from executors.process import IDENTITY, has_ended, this_process
 from executors.settings.policy import HangLimits, Restarts
+from executors.settings.watch_rules import MAX_RULES, rule_text
 from executors.store import Store
 from executors.store.protocol import check_size
 from executors.store.records import (
@@ -32,6 +33,7 @@ from executors.store.records import (
     flag,
     integer,
     json_object,
+    list_of,
     nullable,
     number,
     one_of,
@@ -70,6 +72,14 @@ def _numbers(value: Any) -> dict[str, float]:
     """Parse an object of finite numbers."""
     each = number()
     return {text(100)(name): each(number) for name, number in json_object(value).items()}
+
+
+def _rules(value: Any) -> tuple[str, ...]:
+    """Parse a list of rules."""
+    found = list_of(parsed(rule_text))(value)
+    if len(found) > MAX_RULES:
+        raise ValueError(f"a list of at most {MAX_RULES} rules")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +121,10 @@ class Decision(Record):
     """The new restart policy of an entry of kind `policy`."""
     hang: str | None = checked(nullable(parsed(HangLimits.parse)), None)
     """The new limits on hanging of an entry of kind `policy`."""
+    rules: Sequence[str] | None = checked(nullable(_rules), None)
+    """The new rules of an entry of kind `policy`, as `--rule` takes them. They are in force for
+    processes that start later. Empty: no rules.
+    """
     total_steps: int | None = checked(nullable(integer(1, MAX_TOTAL)), None)
     """The planned steps of the run after a policy that extends it."""
     total_rounds: int | None = checked(nullable(integer(1, MAX_TOTAL)), None)
@@ -405,6 +419,19 @@ def hang_of(log: Sequence[Decision], launched: HangLimits) -> HangLimits:
         if entry.kind == "policy" and entry.hang is not None:
             return HangLimits.parse(entry.hang)
     return launched
+
+
+def rules_of(log: Sequence[Decision], launched: Sequence[str]) -> tuple[str, ...]:
+    """Return the rules of attempts that start now: the last ones in the log, otherwise the launch's rules.
+
+    Args:
+        log: the entries of the log.
+        launched: the rules of the launch.
+    """
+    for entry in reversed(log):
+        if entry.kind == "policy" and entry.rules is not None:
+            return tuple(entry.rules)
+    return tuple(launched)
 
 
 def extensions_of(log: Sequence[Decision]) -> dict[str, list[int]]:

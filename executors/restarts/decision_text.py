@@ -93,7 +93,8 @@ def describe_decision(entry: Decision, tally: RestartTally, run: str, alike: Col
         numbers = sorted(set(entry.start.values()))
         attempts = f"attempt{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
         return f"resuming {name_ranks(entry.start)} as {attempts}"
-    changed = {"restarts": entry.restarts, "hang timeout": entry.hang}
+    rules = None if entry.rules is None else "; ".join(entry.rules) or "none"
+    changed = {"restarts": entry.restarts, "hang timeout": entry.hang, "rules": rules}
     words = ", ".join(f"{name} {value}" for name, value in changed.items() if value is not None)
     totals = {"steps": entry.total_steps, "rounds": entry.total_rounds}
     if extended := " and ".join(f"{value} {name}" for name, value in totals.items() if value is not None):

@@ -174,6 +174,7 @@ def order_policy(
     restarts: Restarts | None = None,
     hang: HangLimits | None = None,
     *,
+    rules: Sequence[str] | None = None,
     totals: Mapping[str, int] | None = None,
 ) -> None:
     """Add a policy that is in force from now on. Nothing is added if the last policy in the log is the same.
@@ -182,17 +183,23 @@ def order_policy(
         log: the log of the run.
         restarts: the restart policy. None, the default: it is not changed.
         hang: the limits on hanging. None, the default: it is not changed.
+        rules: the rules of attempts that start from now on. None, the default: they are not changed.
         totals: the new total of the run, under `total_steps` or `total_rounds`. None, the default: it is not changed.
 
     Raises:
         StoreError: the store does not answer, or holds an entry that cannot be parsed.
     """
-    rules = {"restarts": None if restarts is None else str(restarts), "hang": None if hang is None else str(hang)}
-    new = Decision(kind="policy", **rules, **(totals or {}))  # type: ignore[arg-type]
+    new = Decision(
+        kind="policy",
+        restarts=None if restarts is None else str(restarts),
+        hang=None if hang is None else str(hang),
+        rules=None if rules is None else tuple(rules),
+        **(totals or {}),  # type: ignore[arg-type]
+    )
 
     def entry(entries: Sequence[Decision]) -> Decision | None:
         last = next((each for each in reversed(entries) if each.kind == "policy"), None)
-        names = ("restarts", "hang", "total_steps", "total_rounds")
+        names = ("restarts", "hang", "rules", "total_steps", "total_rounds")
         is_same = last is not None and all(getattr(last, name) == getattr(new, name) for name in names)
         return None if is_same else new
 

@@ -13,7 +13,7 @@ from executors.errors import CorruptObjectError, StoreError
 from executors.patience import BRIEF, Outage, OutageTolerance, Waits
 from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.controller import RestartContext, RestartController, RunSnapshot, leaves_its_supervisor
-from executors.restarts.decision_log import Decision, DecisionLog, decision_on, hang_of, policy_of
+from executors.restarts.decision_log import Decision, DecisionLog, decision_on, hang_of, policy_of, rules_of
 from executors.restarts.orders import order_stop_by_rule
 from executors.restarts.rules import SAME_PROCESS
 from executors.settings.policy import HangLimits
@@ -92,6 +92,11 @@ class RestartSession:
     def hang(self) -> HangLimits:
         """The limits on hanging that are in force."""
         return hang_of(self._log.entries, self._spec.settings.hang_limits)
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The rules of attempts that start now, according to the part of the log that was read."""
+        return rules_of(self._log.entries, self._spec.settings.rules)
 
     @property
     def has_policy(self) -> bool:

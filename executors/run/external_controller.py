@@ -48,7 +48,7 @@ class ExternalController:
         end: Callable[[str], None],
         may_start: Callable[[int], bool],
     ) -> None:
-        self.log = log
+        self.log = starter.log = log
         self.starter = starter
         self._record = record = reader.records.record
         self._reader = reader

@@ -12,6 +12,7 @@ from executors.attempt import Attempt
 from executors.backend import Backend
 from executors.errors import MaxCostSpentError, ReplicasError, StoreError
 from executors.protocol import ReplicaStatus
+from executors.restarts.decision_log import DecisionLog, rules_of
 from executors.run.start_attempts import StartPlan, start_attempts
 from executors.settings.run_spec import RunSpec, StartSpec
 from executors.store import store_at
@@ -35,6 +36,8 @@ class LaunchStarter:
         self.backend = backend
         self.free: Mapping[int, int] = {}
         """The newest attempts, by rank, whose supervisor has ended or leaves the restart to other processes."""
+        self.log: DecisionLog | None = None
+        """The decision log of the run, as far as it was read. None: the rules of the launch are in force."""
         self.say = say
         self._start_specs = [*start_specs]
         self._busy: set[tuple[int, int]] = set()
@@ -76,7 +79,9 @@ class LaunchStarter:
             if not ranks:
                 continue
             self._busy.update((rank, number) for rank in ranks)
-            order = known.with_spec(ranks=ranks, attempt=number).with_settings(min_replicas=1, gather_s=GATHER_S)
+            rules = rules_of(() if self.log is None else self.log.entries, known.spec.settings.rules)
+            order = known.with_spec(ranks=ranks, attempt=number)
+            order = order.with_settings(min_replicas=1, gather_s=GATHER_S, rules=rules)
             name = f"replicas-restart-{number}"
             threading.Thread(target=self._start, args=(order,), name=name, daemon=True).start()
 

@@ -32,7 +32,7 @@ from executors.process import this_process
 from executors.protocol import ReplicaStatus
 from executors.registry.placements import Placements, check_single_ranks
 from executors.registry.run_index import claim_run_folder, reference, remember_launch
-from executors.restarts.decision_log import MAX_TOTAL, DecisionLog, extensions_of, hang_of, policy_of
+from executors.restarts.decision_log import MAX_TOTAL, DecisionLog, extensions_of, hang_of, policy_of, rules_of
 from executors.restarts.lease import new_lease, release_lease, with_lease
 from executors.restarts.orders import abandon_run, order_cancel, order_policy, order_resume, take_back_resume
 from executors.run.removal import names_removal
@@ -113,9 +113,8 @@ def resume(
         notify: the URLs to which events of the run are sent, as `launch()` takes them. They are not recorded, so give
             them again. Default: none.
         notify_on: the events to send. Default: the events of the launch.
-        rules: the rules of the resumed replicas, in place of all rules of the launch, as in ["loss > 8 -> stop"]. An
-            empty list, or ["none"], stands for no rules. They are not recorded, so a later resume has the rules of the
-            launch again. Default: the rules of the launch.
+        rules: the rules of all attempts that start from now on, in place of all earlier rules, as in
+            ["loss > 8 -> stop"]. An empty list, or ["none"], stands for no rules. Default: the current rules.
         on_progress: called with a few words on the progress, if the start takes long. Default: nothing is reported.
 
     Returns:
@@ -150,17 +149,17 @@ def resume(
     changes: dict[str, Any] = {}
     if notify_on is not None:
         changes["notify_on"] = Settings.of(n=1, notify_on=notify_on).notify_on
-    if rules is not None:
-        changes["rules"] = rule_texts(rules)
+    new_rules = None if rules is None else rule_texts(rules)
     given: Any = {"gpu": gpu, "timeout": timeout, "env": env, "secrets": secrets, "detach": detach}
     given["verb"] = "resume --from-snapshot" if from_snapshot else "resume"
     start_specs = start_specs_of(view, task, ranks=range(view.world_size) if from_snapshot else ranks, **given)
     placements = resumable_placements(view)
     has_new_hang = hang_timeout is not None or start_timeout is not None
     asks_for_restarts = new_restarts is not None and not new_restarts.nothing
-    if (asks_for_restarts or has_new_hang) and not placements.starts_single_ranks:
+    if (asks_for_restarts or has_new_hang or new_rules) and not placements.starts_single_ranks:
         raise ValueError(
-            f"Backend {view.backend!r} restarts no replica. Remove restarts=, hang_timeout= and start_timeout=."
+            f"Backend {view.backend!r} has no process that supervises a replica. Remove restarts=, hang_timeout=, "
+            "start_timeout= and rules=."
         )
     if from_snapshot:
         _check_that_all_ended(view, ranks)
@@ -176,6 +175,9 @@ def resume(
     )
     hang = hang_of(log.entries, launched.settings.hang_limits).changed(hang_timeout, start_timeout)
     more: dict[str, Any] = {**hang.texts, "restarts": None if policy is None else str(policy)}
+    more["rules"] = new_rules if new_rules is not None else rules_of(log.entries, launched.settings.rules)
+    if new_rules is not None or new_restarts is not None:  # a rule that restarts needs a policy that allows it
+        Settings.of(n=1, restarts=policy, rules=more["rules"])
     if gather_s is not None:
         more["gather_s"] = gather_s
     start_specs = [start_spec.with_settings(**more, **changes).with_spec(notify=urls) for start_spec in start_specs]
@@ -192,8 +194,8 @@ def resume(
     startable = {rank for start_spec in start_specs for rank in start_spec.ranks}
     next_attempts = _next_attempts(view, ranks, startable, is_extended=bool(totals))
     _check_backends(view, next_attempts)
-    if new_restarts or has_new_hang or totals:
-        order_policy(log, new_restarts, hang if has_new_hang else None, totals=totals)
+    if new_restarts or has_new_hang or new_rules is not None or totals:
+        order_policy(log, new_restarts, hang if has_new_hang else None, rules=new_rules, totals=totals)
     if not next_attempts:
         return run
     if (barring := order_resume(log, next_attempts, n_seen)) is not None:

@@ -12,7 +12,7 @@ from executors.replica.shared_page import SharedPage
 from executors.restarts.session import RestartSession
 from executors.settings.rule_finding import BROKEN, MAX_EVIDENCE, UNJUDGED, RuleFinding
 from executors.settings.run_spec import RunSpec
-from executors.settings.watch_rules import RESTART, STOP, parse_rules, watched_numbers
+from executors.settings.watch_rules import RESTART, STOP, WatchRule, parse_rules, watched_numbers
 from executors.supervisor.output_lines import OutputLines
 from executors.supervisor.processes import NEVER, ProcessStarter, RunningAttempt
 from executors.supervisor.rule_records import RuleRecords
@@ -23,14 +23,15 @@ class RuleJudge:
     """The rules of a run, at the supervisor of some of its ranks.
 
     Args:
-        spec: the run, which has rules.
+        spec: the run.
         starter: has the logs of the attempts.
-        session: takes the order to stop the run.
+        session: has the rules that are in force, and takes the order to stop the run.
         term_grace_s: seconds between SIGTERM and SIGKILL for an attempt that a rule restarts.
         on_record: called after records of broken rules were written.
 
     Example:
         judge = RuleJudge(spec, starter, session, 30.0, on_record=notifier.look)
+        watched = judge.begin(attempt.rank)
         running.rules = judge.watch(attempt, pages)
         look_at = judge.look(running, time.monotonic())
     """
@@ -43,30 +44,41 @@ class RuleJudge:
         term_grace_s: float,
         on_record: Callable[[], object],
     ) -> None:
-        self._rules = parse_rules(spec.settings.rules)
+        self._rules: dict[int, tuple[WatchRule, ...]] = {}
+        """The rules of the process of each rank. Attempts in the same process share a page, so they share its rules."""
         self._world_size = spec.world_size
         self._starter = starter
         self._session = session
         self._term_grace_s = term_grace_s
         self._on_record = on_record
         self._records = RuleRecords()
-        self.watched_numbers = watched_numbers(self._rules)
-        """The names of the reported numbers that the rules are about."""
 
     @property
     def next_at(self) -> float:
         """The time of the next try to write records, by `time.monotonic`."""
         return self._records.next_at
 
-    def watch(self, attempt: Attempt, pages: Sequence[SharedPage]) -> RuleWatch:
-        """Return the object that judges the rules for one attempt.
+    def begin(self, rank: int) -> tuple[str, ...] | None:
+        """Note the rules of a new process of a rank, and return the names of the numbers that they are about.
+
+        Args:
+            rank: the rank.
+
+        Returns: the names. None: the process has no rules.
+        """
+        self._rules[rank] = parse_rules(self._session.rules)
+        return watched_numbers(self._rules[rank]) if self._rules[rank] else None
+
+    def watch(self, attempt: Attempt, pages: Sequence[SharedPage]) -> RuleWatch | None:
+        """Return the object that judges the rules for one attempt. None: its process has no rules.
 
         Args:
             attempt: the attempt.
             pages: the pages of the processes of the attempt.
         """
-        output = OutputLines(pages, self._starter.output_file(attempt))
-        return RuleWatch(self._rules, pages, output, time.monotonic())
+        if not (rules := self._rules.get(attempt.rank, ())):
+            return None
+        return RuleWatch(rules, pages, OutputLines(pages, self._starter.output_file(attempt)), time.monotonic())
 
     def look(self, running: RunningAttempt, now: float, *, is_last: bool = False) -> float:
         """Judge the rules for an attempt, and act on those that are broken. Return the time of the next look.

@@ -140,11 +140,7 @@ class Supervisor:
             self._notifier = Notifier(its, on_start=on_notifier)
             self._round_watch = RoundWatch()
         self._rules: RuleJudge | None = None
-        """Judges the rules of the run. None: it has none."""
-        if spec.settings.rules:
-            from executors.supervisor.rule_judge import RuleJudge
-
-            self._rules = RuleJudge(spec, starter, self._session, term_grace_s, on_record=self._look_for_notices)
+        """Judges the rules of the run. None: no process had rules yet."""
         self._killer = None
         if spec.settings.chaos:
             from executors.worker.chaos import Killer
@@ -279,7 +275,7 @@ class Supervisor:
         before = self._pages.get(rank, [])
         for page in before:
             page.close_stacks()
-        watched = None if self._rules is None else self._rules.watched_numbers
+        watched = self._begin_rules(rank)
         pages = [SharedPage(before[number] if number < len(before) else None, watched) for number in range(n)]
         self._pages[rank] = pages
         for page in pages:
@@ -309,6 +305,18 @@ class Supervisor:
     def _watchdog(self, page: SharedPage, pid: int, rank: int) -> Watchdog:
         ends, grace_s = self._session.has_policy, self._term_grace_s
         return Watchdog(page, pid, self._session.hang, ends=ends, term_grace_s=grace_s, spec=self._spec, rank=rank)
+
+    def _begin_rules(self, rank: int) -> tuple[str, ...] | None:
+        """Note the rules of a new process of a rank, and return the names of the numbers that they are about.
+
+        None: the process has no rules.
+        """
+        if self._rules is None and self._session.rules:  # a resume may give rules to a run that had none
+            from executors.supervisor.rule_judge import RuleJudge
+
+            its: Any = (self._spec, self._starter, self._session, self._term_grace_s)
+            self._rules = RuleJudge(*its, on_record=self._look_for_notices)
+        return None if self._rules is None else self._rules.begin(rank)
 
     def _continue(self, idle: RunningAttempt, attempt: Attempt) -> None:
         """Let the process of an ended attempt run the next one.

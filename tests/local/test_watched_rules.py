@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.cli import Folder
-from support.ended_attempts import decisions, ends, over
+from support.ended_attempts import decisions, ends, over, supervisor_of
 from support.hostile_records import NO_OBJECTS
+from support.processes import is_alive
+from support.runs import pid_of
 from support.webhooks import webhook
 
 from executors import LocalProcessExecutor, Run, launch
+from executors.restarts.decision_log import DecisionLog
+from executors.restarts.orders import order_policy
 from executors.run.resume import resume
 from executors.run.run import view_of
 from executors.settings.rule_finding import RuleFinding
@@ -151,6 +157,54 @@ def test_a_stop_by_a_rule_of_one_rank_stops_the_run_and_a_resume_may_have_other_
     over(resumed)
     assert [each.attempt for each in resumed.status().rules] == [0, 0]
     assert resumed.status().status == "succeeded"
+    assert "from here on: rules none" in folder.replicas("events", run.run_id).stdout
+
+
+def test_the_rules_of_a_resume_hold_for_each_later_attempt_also_one_that_another_process_starts(
+    local: LocalProcessExecutor, job: str
+) -> None:
+    # Attempt 0 breaks the rule of the launch. Attempt 1 has the rule of the resume, which restarts it once. So does
+    # attempt 3, which another resume starts without rules.
+    args: Any = {"numbers": {"loss": [9.0], "acc": [0.1]}, "then": "wait", "attempts": 5}
+    run = launch(local, f"{job}:report", 1, args=args, rules=["loss > 8 -> stop"], restarts=f"9,{QUICK}", timeout=120)
+    over(run)
+    new = ["acc < 0.5 -> restart"]
+    resumed = over(resume(run, rules=new, restarts=f"9,rule=1,{QUICK}"))
+    over(resume(resumed))
+    found = [(each.attempt, each.rule) for each in run.status().rules]
+    assert sorted(found) == [(0, "loss > 8 -> stop"), *((attempt, new[0]) for attempt in range(1, 5))]
+    with pytest.raises(ValueError, match=r"can restart nothing|needs restarts"):
+        resume(resumed, rules=new, restarts="3,rule=0")
+    assert [entry.rules for entry in decisions(run) if entry.rules is not None] == [tuple(new)]
+
+
+def test_a_supervisor_that_restarts_a_rank_applies_the_newest_rules_of_the_log(
+    local: LocalProcessExecutor, job: str
+) -> None:
+    args: Any = {"numbers": {"loss": [9.0]}, "then": "wait", "attempts": 1}
+    rules = ["loss > 8", "loss nan"]
+    run = launch(local, f"{job}:report", 1, args=args, rules=rules, restarts=f"5,{QUICK}", timeout=120)
+    eventually(lambda: run.status().rules, "the rule of the launch is broken")
+    order_policy(DecisionLog(view_of(run).store, run.run_id), rules=["log /CUDA error in attempt 1/"])
+    os.kill(pid_of(run.handles[0]), signal.SIGKILL)
+    over(run)
+    found = [(each.attempt, each.rule) for each in findings(run) if each.is_broken]
+    assert found == [(0, "loss > 8"), (1, "log /CUDA error in attempt 1/")]
+
+
+def test_a_process_that_watches_starts_attempts_with_the_newest_rules_of_the_log(job: str, folder: Folder) -> None:
+    args: Any = {"numbers": {"loss": [9.0]}, "then": "wait", "attempts": 1}
+    run = launch("local", f"{job}:report", 1, args=args, rules=["loss > 8"], restarts=f"5,{QUICK}", detach=True)
+    eventually(lambda: run.status().rules, "the rule of the launch is broken")
+    order_policy(DecisionLog(view_of(run).store, run.run_id), rules=["log /CUDA error in attempt 1/"])
+    os.kill(supervisor_of(run), signal.SIGKILL)
+    eventually(lambda: not is_alive(pid_of(run.handles[0])), "the replica ends with its supervisor")
+    watched = folder.replicas("watch", run.run_id)
+    assert "ranks 0-0 succeeded" in watched.stdout or "rank 0 succeeded" in watched.stdout, (
+        watched.stdout + watched.stderr
+    )
+    found = [(each.attempt, each.rule) for each in findings(run) if each.is_broken]
+    assert found == [(0, "loss > 8"), (1, "log /CUDA error in attempt 1/")]
 
 
 def test_the_last_reports_and_lines_of_an_attempt_count_also_if_it_ends_at_once(
