@@ -14,7 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from executors.errors import CorruptObjectError, StoreError
@@ -215,6 +215,8 @@ class Outbox:
                 self._waiting.setdefault(each.id, each)
             raise
         if is_mine:
+            if others:
+                claim = self._without_claimed(claim, first, others)
             self._start(claim)
             return
         # Another process was first, and its message may not count the same notices.
@@ -224,6 +226,15 @@ class Outbox:
     def _new_claim(self, notice: Notice, also: Sequence[str], words: str) -> NoticeClaim:
         values = {**as_document(notice), "text": words}
         return NoticeClaim(**values, claimed_at=self._now(), also=also, by=this_process(), process=self._me)
+
+    def _without_claimed(self, claim: NoticeClaim, first: Notice, others: Sequence[Notice]) -> NoticeClaim:
+        """Return a claim that does not count notices for which another process sends a message of their own.
+
+        The other process may have claimed such a notice after this process read the claims.
+        """
+        self._read_claims()
+        left = [each for each in others if each.id not in self._claims]
+        return replace(claim, also=tuple(each.id for each in left), text=self._with_others(first, left))
 
     @staticmethod
     def _with_others(first: Notice, others: Sequence[Notice]) -> str:

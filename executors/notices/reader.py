@@ -7,6 +7,7 @@ come from the supervisor that sees them.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -152,7 +153,7 @@ class NoticeReader:
                 return key, None
 
         self._findings |= dict(at_store(self._store, read, new[:MAX_RULES_READ]))
-        unjudged = set[int]()
+        unjudged = set[str]()
         for finding in filter(None, (self._findings[key] for key in sorted(self._findings))):
             words, place = shorten(f"Rank {finding.rank}: {finding.sentence}"), f"{finding.rank}-{finding.attempt}"
             if finding.is_broken:
@@ -164,9 +165,11 @@ class NoticeReader:
                     attempt=finding.attempt,
                     at=finding.at,
                 )
-            elif finding.index not in unjudged:  # usually each rank has it, and one message is enough
-                unjudged.add(finding.index)
-                yield Notice(id=f"rule-unjudged-{finding.index}", kind="rule", text=words, at=finding.at)
+            elif finding.rule not in unjudged:  # usually each rank has it, and one message is enough
+                unjudged.add(finding.rule)
+                # The number of a rule is not enough, because a resume may have given new rules.
+                name = hashlib.sha256(finding.rule.encode()).hexdigest()[:12]
+                yield Notice(id=f"rule-unjudged-{name}", kind="rule", text=words, at=finding.at)
 
     def _decisions(self, log: Sequence[Decision]) -> Iterator[Notice]:
         tally, n_resumes = RestartTally(self._policy), 0

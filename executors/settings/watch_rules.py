@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -332,9 +333,15 @@ def _log_rule(pattern: str) -> WatchRule:
     if not pattern:
         raise ValueError("the regular expression between the slashes is empty, so it would fit each line")
     try:
-        re.compile(pattern)
+        with warnings.catch_warnings():
+            # Python warns about expressions that do not mean what they look like, such as [[:alpha:]].
+            warnings.simplefilter("error")
+            re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"the regular expression is wrong: {error}") from None
+    except Warning as warning:
+        words = str(warning).partition("\n")[0]
+        raise ValueError(f"the regular expression is ambiguous, so write \\[ for a bracket: {words.lower()}") from None
     return WatchRule(kind=LOG, pattern=pattern)
 
 

@@ -94,6 +94,7 @@ ILLEGAL = {
     "no round 0": ("the duration must be from 1 s", None),
     "no round 1e99": ("'1e99' is not a duration", None),
     "log //": ("the regular expression between the slashes is empty", None),
+    "log /[[:alpha:]]+ failed/": ("is ambiguous, so write \\[ for a bracket: possible nested set at position", None),
     "log /(/": ("the regular expression is wrong: missing ), unterminated subpattern at position 0", None),
     "gpu < 10%": ("the duration is missing", None),
     "gpu < 110% 15m": ("the utilization must be a percentage", None),
