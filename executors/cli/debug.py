@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from executors.cli.documents import DebugDocument, DebugFile
-from executors.cli.options import BackendOptions, ExecutorOption, RendezvousOption, RunArgument, find_run, parse_path
+from executors.cli.options import (
+    WHERE,
+    BackendOptions,
+    ExecutorOption,
+    RendezvousOption,
+    RunArgument,
+    find_run,
+    parse_path,
+    parse_texts,
+)
 from executors.cli.output import JsonOption, Output, one_line, raise_write_error, refuse
 from executors.cli.verb_help import describe
 from executors.errors import BackendError, ReplicasError, RunNotFoundError, StoreError
@@ -27,6 +36,7 @@ OUT = "The archive to write, as in run.tar.gz. Default: only list what it would 
 CODE = "Add the text files of your code, with secrets masked."
 ISSUE = "Also print a summary in Markdown, to paste into an issue."
 FORCE = "Replace the file if it exists."
+ENV = "A variable of the launch with its value, which is masked. Values are not recorded. Repeatable."
 DOCUMENT_S = 90.0  # seconds that the state of the run may take for the summary
 FENCE, MAX_TRACE = "`" * 4, 30  # lines of a traceback in the summary
 MAX_SHOWN = 12  # problems that are printed; the archive has all
@@ -48,6 +58,7 @@ def debug(
     rendezvous: RendezvousOption = None,
     backend: ExecutorOption = None,
     option: BackendOptions = None,
+    env: Annotated[list[str] | None, Option("--env", "-e", metavar="K=V", help=ENV, rich_help_panel=WHERE)] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Write records, logs, events and versions of a run into one archive, without secrets.
@@ -61,7 +72,7 @@ def debug(
     from executors.run.run import view_of
     from executors.view.report.text import name_size
 
-    output = Output(as_json or issue)
+    output, values = Output(as_json or issue), parse_texts("--env", env)
     if out is not None and os.path.lexists(out) and not force:
         refuse(f"{str(out)!r} exists. Add --force to replace it, or name another file.")
     if out is not None and not out.absolute().parent.is_dir():
@@ -72,7 +83,7 @@ def debug(
     with Interrupts(), output.busy(f"Reading {view.run_id}") as on_progress:
         reader.find_objects()
         record = reader.record()
-        masker = masker_of(view, record)
+        masker = masker_of(view, record, values)
         parts = [*reader.parts(), *machine_parts("local" if record is None else record.backend)]
     files: Sequence[DebugFile] = [{"name": masker.name(part.name), "size_bytes": part.size_bytes} for part in parts]
     if not as_json:

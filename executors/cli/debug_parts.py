@@ -393,9 +393,6 @@ def machine_parts(backend: str) -> list[Part]:
         }
         return [("versions.json", about)]
 
-    def doctor() -> Sequence[tuple[str, Any]]:
-        return [("doctor.json", doctor_document(backend))]
-
     def environment() -> Sequence[tuple[str, Any]]:
         return [("environment.json", dict(sorted(masked(os.environ).items())))]
 
@@ -408,7 +405,7 @@ def machine_parts(backend: str) -> list[Part]:
     ]
 
 
-def masker_of(view: RunView, record: RunRecord | None) -> Masker:
+def masker_of(view: RunView, record: RunRecord | None, env: Mapping[str, str] | None = None) -> Masker:
     """Return the masker for a run, which knows the secrets that this machine has of it.
 
     Records have no values of secrets. So it knows the values of this process's environment, the keys of signed runs on
@@ -417,13 +414,14 @@ def masker_of(view: RunView, record: RunRecord | None) -> Masker:
     Args:
         view: the run.
         record: its record. None: it cannot be read.
+        env: variables of the launch with their values, as the user gives them again. Default: none.
 
     Example:
         masker_of(view, view.record).text("…")
     """
     names = {name for place in record.placements for name in (*place.env, *place.secrets)} if record else set[str]()
     names |= {*record.settings.secrets} if record else set()
-    values = secrets_in(os.environ, names)
+    values = [*secrets_in(os.environ, names), *secrets_in(env or {}, env or ())]
     with contextlib.suppress(ReplicasError, OSError, ValueError):
         values += [path.read_text()[:256].strip() for path in sorted((state_path() / KEYS).iterdir())[:1000]]
     if record is not None and record.key_id is not None:

@@ -270,3 +270,16 @@ def test_the_masker_of_a_run_knows_the_values_of_its_variables(here: HereInstead
     masker = masker_of(view, view.record)
     assert masker.text("it is sEcret17 of the environment") == f"it is {MASK}"
     assert eventually(lambda: view.record.placements[0].env, "names") == tuple(sorted(ENVIRONMENT))
+
+
+def test_a_value_of_the_launch_that_this_shell_does_not_have_is_masked_if_it_is_given_again(
+    here: HereInstead, leaky: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name)
+    told = [f"--env={name}={value}" for name, value in ENVIRONMENT.items()]
+    assert here.replicas("debug", leaky, "--out", "a.tar.gz", *told).code == 0
+    assert not [name for name, text in members_of(here.folder.path / "a.tar.gz").items() if MARK in text]
+    refused = here.replicas("debug", leaky, "--env", "sEcret19")
+    assert refused.code == 2
+    assert "--env" in refused.stderr
