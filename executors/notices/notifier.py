@@ -188,16 +188,22 @@ class Notifier:
         self._close_pipe()
 
     def wait(self, limit_s: float) -> None:
-        """Wait until the process has ended.
+        """Wait until the process has sent the rest and has ended. If it is killed, another one does that.
 
         Args:
             limit_s: the longest wait, in seconds.
         """
         until = time.monotonic() + limit_s
         with contextlib.suppress(ChildProcessError):
-            while self.pid is not None and os.waitpid(self.pid, os.WNOHANG) == (0, 0):
+            while self.pid is not None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid and not os.WIFSIGNALED(status):
+                    break
                 if time.monotonic() > until:
                     return
+                if pid:
+                    self.note_end(pid)
+                    self.close()
                 time.sleep(0.02)
         self.pid = None
 

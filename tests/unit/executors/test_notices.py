@@ -454,6 +454,20 @@ def test_no_round_for_five_times_the_usual_time_is_one_notice() -> None:
     assert watch.note([], 600, 0.0) is None
 
 
+def test_a_sender_that_is_killed_while_its_starter_waits_for_it_is_started_again(hook: Webhook, tmp_path: Path) -> None:
+    store = open_store(tmp_path / "runs")
+    create_run(LaunchRequest.of("train.py:main", n=1), "otter", store, {"backend": "local"})
+    attempt = Attempt(store, "otter", 0)
+    attempt.record(attempt.new_outcome(ReplicaStatus.SUCCEEDED, finished_at=1000.0))
+    notifier = Notifier(NotifierSpec(store.url, "otter", (hook.url,)))
+    notifier.start()
+    notifier.close()
+    assert notifier.pid is not None
+    os.kill(notifier.pid, signal.SIGKILL)
+    notifier.wait(60)
+    assert hook.of("end")["event"] == "end-0"
+
+
 def test_the_last_line_starts_a_sender_again_that_has_just_died(hook: Webhook, tmp_path: Path) -> None:
     store = open_store(tmp_path / "runs")
     create_run(LaunchRequest.of("train.py:main", n=1), "otter", store, {"backend": "local"})
