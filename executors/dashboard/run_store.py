@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from executors.attempt.warning_record import NAME as WARNINGS
 from executors.errors import KeyNotFoundError
 from executors.store import Data, Entry, Store
 from executors.store.record_names import BEGINNINGS, HEARTBEAT, RUN_RECORD
@@ -50,6 +51,8 @@ class RunStore:
         self._lock = threading.Lock()
         self._lists = dict[str, list[Entry]]()
         self._objects = dict[str, memoryview]()
+        self._entries = dict[str, Entry]()
+        """The entries of the records of warnings in the last list. They show whether a record has changed."""
         self._recent = dict[str, tuple[float, memoryview | None]]()
         """Objects that may change, and None for objects that do not exist, each with the time of the read."""
         self._beats = dict[str, tuple[int, memoryview]]()
@@ -94,6 +97,11 @@ class RunStore:
                 if prefix.endswith("/replicas/") and len(found) != self._n_records:
                     self._n_records = len(found)
                     self._recent.clear()
+                # A reader that knows the version of a record from the list must not get an older copy of the record.
+                for entry in found:
+                    if entry.key.endswith(f"/{WARNINGS}") and self._entries.get(entry.key) != entry:
+                        self._entries[entry.key] = entry
+                        self._recent.pop(entry.key, None)
         return iter(found)
 
     def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:

@@ -234,13 +234,15 @@ class NoticeReader:
         begun = {(rank, number) for rank, number, name in self._inventory.records if f"{name}.json" == CLAIM}
         new = sorted(begun - self._claims.keys())
 
-        def read(key: tuple[int, int]) -> tuple[tuple[int, int], Claim | None]:
+        def read(key: tuple[int, int]) -> tuple[tuple[int, int], Claim | None] | None:
             try:
                 return key, self._attempt(*key).find(CLAIM, Claim.parse)
-            except StoreError:
+            except CorruptObjectError:  # it stays damaged, so it is not read again
                 return key, None
+            except StoreError:  # the next look reads it
+                return None
 
-        self._claims |= dict(at_store(self._store, read, new))
+        self._claims |= dict(filter(None, at_store(self._store, read, new)))
         used_s = 0.0
         for key in self._claims.keys() | self._outcomes.keys():
             claim, outcome = self._claims.get(key), self._outcomes.get(key)

@@ -16,17 +16,25 @@ from support.cli import COMMAND, FAST, HereInstead
 from support.dashboards import NAVIGATION, Client, running_dashboard
 
 from executors import LocalProcessExecutor, launch
+from executors.attempt import Attempt
 from executors.dashboard.access import Access
 from executors.dashboard.board import Board
 from executors.dashboard.changes import Versions, patch_of
 from executors.dashboard.log_feed import MAX_CHARACTERS, LogFeed, page_line
 from executors.dashboard.run_feed import RunFeed
+from executors.dashboard.run_store import RunStore
 from executors.dashboard.server import Dashboard, Options
 from executors.errors import ReplicasError, RunNotFoundError
 from executors.run.run import view_of
+from executors.store import MemoryStore
+from executors.store.records import to_bytes
+from executors.task.create import create_run
+from executors.task.launch_request import LaunchRequest
 from executors.testing import eventually
+from executors.view.run_events import open_events
 from executors.view.run_logs import RunLogs
 from executors.view.run_page import report_document
+from executors.view.run_view import RunView
 
 PATHS = ("/", "/changes", "/runs/00000000/mine", "/runs/00000000/mine/changes", "/no/such/page", "/favicon.ico")
 
@@ -406,6 +414,25 @@ def test_one_look_lists_the_records_of_a_run_once_and_reads_each_final_record_on
 
 
 # --- the command
+
+
+def test_a_warning_that_follows_soon_after_another_one_is_an_event_of_the_page() -> None:
+    store = MemoryStore()
+    create_run(LaunchRequest.of("train.py:main", n=1), "otter", store, {"backend": "local"})
+
+    def warn(*texts: str) -> None:
+        rows = [{"text": text, "at": 1012.0, "last_at": 1013.0, "count": 1} for text in texts]
+        store.put(Attempt(store, "otter", 0).key("warnings.json"), to_bytes({"warnings": rows, "left_out": 0}))
+
+    cached = RunStore(store)
+    view = RunView(cached, "otter")
+    events, found = open_events(view), list[str]()
+    for texts in (("a",), ("a", "b"), ("a", "b", "c")):
+        warn(*texts)
+        cached.begin_look()
+        now = view.status(reports=False)
+        found += [each.why for each in events.new(view.reader.records.inventory, now) if each.kind == "warning"]
+    assert found == ["a", "b", "c"]
 
 
 def test_ctrl_c_ends_the_command_and_the_address_is_a_json_document(here: HereInstead) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, TypeVar
 
@@ -18,7 +18,7 @@ from executors.attempt.outcome import says_alive
 from executors.attempt.rule_record import find_finding
 from executors.attempt.warning_record import NAME as WARNINGS
 from executors.attempt.warning_record import RecordedWarnings
-from executors.errors import StoreError
+from executors.errors import CorruptObjectError, StoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.decision_log import Decision, DecisionLog
 from executors.restarts.decision_text import RestartTally, describe_decision
@@ -177,8 +177,7 @@ class EventReader:
         # Claims come before outcomes, because the duration of an attempt is counted from its claim.
         for name, read in (("intent", self._intent), ("started", self._claim), ("outcome", self._end)):
             keys = sorted(each for each in inventory.records if each[2] == name and each not in self._seen)
-            self._seen.update(keys)
-            found += self._read(read, [Attempt(self._store, self._run_id, *key[:2]) for key in keys])
+            found += self._read(read, {key: Attempt(self._store, self._run_id, *key[:2]) for key in keys})
         found += self._first_progress(inventory)
         found += self._hangs(inventory)
         found += self._warnings(inventory)
@@ -194,16 +193,28 @@ class EventReader:
             found.append(Event(kind="finished", at=at, reason=status, why=now.counts, duration_s=took_s))
         return found
 
-    def _read(self, read: Callable[[T], list[Event]], items: Sequence[T]) -> Iterator[Event]:
-        def read_or_note(item: T) -> list[Event]:
+    def _read(self, read: Callable[[T], list[Event] | None], items: Mapping[tuple[Any, ...], T]) -> Iterator[Event]:
+        """Yield the events in some records, and note the records as seen.
+
+        A record that the store does not return now is not noted, so a later call reads it. A damaged record stays
+        damaged.
+
+        Args:
+            read: returns the events in a record. None: a later call must read it again.
+            items: what `read` needs for each record, by the name under which the record is noted.
+        """
+
+        def read_or_note(name: tuple[Any, ...]) -> list[Event] | None:
             try:
-                return read(item)
+                return read(items[name])
             except StoreError as error:
                 self._note(str(error))
-                return []
+                return [] if isinstance(error, CorruptObjectError) else None
 
-        for events in self._map(read_or_note, items):
-            yield from events
+        for name, events in zip(items, self._map(read_or_note, items), strict=True):
+            if events is not None:
+                self._seen.add(name)
+                yield from events
 
     def _intent(self, attempt: Attempt) -> list[Event]:
         intent = attempt.find(INTENT, Intent.parse)
@@ -236,16 +247,14 @@ class EventReader:
             pause_s = self._ask[key][1]
             self._ask[key] = now + pause_s, min(2 * pause_s, LONGEST_PAUSE_S)
 
-        def read(key: tuple[int, int]) -> list[Event]:
+        def read(key: tuple[int, int]) -> list[Event] | None:
             after_s = self._seconds_to_progress(*key)
-            if after_s is not None or key in over:
-                self._seen.add(("progress", *key))
             if after_s is None:
-                return []
+                return [] if key in over else None
             at = self._claimed[key] + after_s
             return [Event(kind="first_progress", at=at, rank=key[0], attempt=key[1], duration_s=after_s)]
 
-        return self._read(read, waiting)
+        return self._read(read, {("progress", *key): key for key in waiting})
 
     def _seconds_to_progress(self, rank: int, attempt: int) -> float | None:
         key = f"{self._run_id}/metrics/{rank:04d}/{attempt}/000000.jsonl"
@@ -254,13 +263,12 @@ class EventReader:
 
     def _hangs(self, inventory: Inventory) -> Iterator[Event]:
         before: tuple[int, int, int, float] | None = None
-        new = list[tuple[int, int, int, float, bool]]()
+        new = dict[tuple[Any, ...], tuple[int, int, int, float, bool]]()
         for dump in sorted(inventory.stacks):
             is_next = before is not None and before[:2] == dump[:2] and dump[3] - before[3] < SUSPICION_S
             before = dump
             if ("stacks", *dump[:3]) not in self._seen:
-                self._seen.add(("stacks", *dump[:3]))
-                new.append((*dump, not is_next))
+                new["stacks", *dump[:3]] = (*dump, not is_next)
 
         def read(dump: tuple[int, int, int, float, bool]) -> list[Event]:
             rank, attempt, number, at, is_first = dump
@@ -276,12 +284,17 @@ class EventReader:
     def _warnings(self, inventory: Inventory) -> Iterator[Event]:
         """Yield an event for each new warning text. A record is read again only if it has changed."""
         fresh = sorted(key for key, version in inventory.warnings.items() if self._read_warnings.get(key) != version)
-        self._read_warnings.update((key, inventory.warnings[key]) for key in fresh)
 
         def read(key: tuple[int, int]) -> list[Event]:
-            return [event_of_warning(each) for each in read_warnings(Attempt(self._store, self._run_id, *key))]
+            try:
+                found = [event_of_warning(each) for each in read_warnings(Attempt(self._store, self._run_id, *key))]
+            except CorruptObjectError:  # it is read again only if it changes
+                self._read_warnings[key] = inventory.warnings[key]
+                raise
+            self._read_warnings[key] = inventory.warnings[key]
+            return found
 
-        for event in self._read(read, fresh):
+        for event in self._read(read, {("warnings", *key): key for key in fresh}):
             # the same text may come again, with a larger number at its beginning
             text = MORE if event.why.endswith(MORE) else event.why
             identity = ("warning", event.rank, event.attempt, text)
@@ -292,13 +305,12 @@ class EventReader:
     def _rules(self, inventory: Inventory) -> Iterator[Event]:
         """Yield an event for each new record about a rule."""
         new = sorted(key for key in inventory.rules if ("rule", *key) not in self._seen)
-        self._seen.update(("rule", *key) for key in new)
 
         def read(key: tuple[int, int, int, bool]) -> list[Event]:
             found = find_finding(self._store, self._run_id, key)
             return [] if found is None else [event_of_rule(found)]
 
-        return self._read(read, new)
+        return self._read(read, {("rule", *key): key for key in new})
 
     def _failed_notices(self) -> list[Event]:
         try:

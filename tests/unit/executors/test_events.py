@@ -16,8 +16,10 @@ from support.new_runs import run_json
 from executors.attempt import Attempt
 from executors.attempt.outcome import encode_outcome
 from executors.cli.events import line_of_event
+from executors.errors import StoreError
 from executors.protocol import Outcome, ReplicaStatus
 from executors.restarts.decision_log import Decision, DecisionLog
+from executors.settings.rule_finding import BROKEN, RuleFinding
 from executors.status import ReplicaState, RestartState, RunStatus
 from executors.store.inventory import Inventory
 from executors.store.memory import MemoryStore
@@ -247,6 +249,36 @@ def test_a_record_that_cannot_be_read_is_named_and_costs_no_other(run: MadeUp) -
         "'run/replicas/0000/0/outcome.json'",
         "'run/decisions/000001.json'",
     ]
+
+
+def test_a_record_that_the_store_did_not_return_is_an_event_of_a_later_look(
+    run: MadeUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warn(run, 1, "a")
+    run.store.put(run.attempt(1).key("stacks/0.txt"), b"stuck in a lock\n")
+    finding = RuleFinding(rank=0, attempt=0, index=2, rule="loss > 8", verdict=BROKEN, evidence="loss is 9", at=1012.0)
+    run.store.put(run.attempt(0).key(finding.name), finding.to_bytes())
+    run.decide(kind="stop", why="asked", at=1060.0)
+    expected = sorted(str(event) for event in run.look())
+    assert {"hang_suspected", "rule_broken", "warning", "first_progress", "ended"} <= {
+        event.kind for event in run.new_reader().new(Inventory.of(run.store, "run"), run.status())
+    }
+
+    get, refused = run.store.get, set[str]()
+
+    def fails_once(key: str, **part: Any) -> memoryview:
+        if key not in refused:
+            refused.add(key)
+            raise StoreError("The store does not answer.", key=key, url=run.store.url)
+        return get(key, **part)
+
+    monkeypatch.setattr(run.store, "get", fails_once)
+    run.reader, found = run.new_reader(), list[Event]()
+    for _ in range(8):
+        run.now += 100
+        found += run.look()
+    assert sorted(map(str, found)) == expected
+    assert run.notes, "each failure is named"
 
 
 def test_the_downtime_of_a_rank_is_computed_from_its_ends_and_claims(run: MadeUp) -> None:

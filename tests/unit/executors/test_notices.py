@@ -426,6 +426,22 @@ def test_eighty_percent_of_each_budget_is_a_notice() -> None:
     assert found(store, paid)["budget-cost"].text == "About 9.00 of at most 10.00 US dollars are used."
 
 
+def test_the_cost_counts_an_attempt_whose_claim_the_store_did_not_return_at_first() -> None:
+    class FailsOnce(MemoryStore):
+        has_failed = False
+
+        def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+            if key.endswith("started.json") and not self.has_failed:
+                self.has_failed = True
+                raise StoreError("The store does not answer.", key=key, url=self.url)
+            return super().get(key, start=start, size=size)
+
+    store, paid = FailsOnce(), record_of(max_cost=10.0, timeout=100.0)
+    store.put(Attempt(store, "otter", 0).key("started.json"), b'{"nonce": "n", "at": 1000.0, "host": "h"}')
+    reader = NoticeReader(store, "otter", paid, now=lambda: 1180.0)
+    assert [[each.id for each in reader.look()], [each.id for each in reader.look()]] == [[], ["budget-cost"]]
+
+
 def test_a_run_without_a_restart_policy_ends_with_its_last_rank() -> None:
     store = MemoryStore()
     end(store, 0, "exception", error="ValueError: boom")
