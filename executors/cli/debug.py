@@ -12,7 +12,6 @@ from typer import Option
 
 from executors.cli.documents import DebugDocument, DebugFile
 from executors.cli.options import (
-    WHERE,
     BackendOptions,
     ExecutorOption,
     RendezvousOption,
@@ -24,6 +23,7 @@ from executors.cli.options import (
 from executors.cli.output import JsonOption, Output, one_line, raise_write_error, refuse
 from executors.cli.verb_help import describe
 from executors.errors import BackendError, ReplicasError, RunNotFoundError, StoreError
+from executors.settings.declaration import WHERE
 
 if TYPE_CHECKING:
     from executors.cli.debug_archive import Part

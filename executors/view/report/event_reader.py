@@ -201,7 +201,7 @@ class EventReader:
 
         Args:
             read: returns the events in a record. None: a later call must read it again.
-            items: what `read` needs for each record, by the name under which the record is noted.
+            items: the arguments of `read`, by the names under which the records are noted.
         """
 
         def read_or_note(name: tuple[Any, ...]) -> list[Event] | None:
