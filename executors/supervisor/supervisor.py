@@ -314,8 +314,9 @@ class Supervisor:
         if self._rules is None and self._session.rules:  # a resume may give rules to a run that had none
             from executors.supervisor.rule_judge import RuleJudge
 
-            its: Any = (self._spec, self._starter, self._session, self._term_grace_s)
-            self._rules = RuleJudge(*its, on_record=self._look_for_notices)
+            self._rules = RuleJudge(
+                self._spec, self._starter, self._session, self._term_grace_s, on_record=self._look_for_notices
+            )
         return None if self._rules is None else self._rules.begin(rank)
 
     def _continue(self, idle: RunningAttempt, attempt: Attempt) -> None:
