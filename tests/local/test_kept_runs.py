@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.cli import FAST, Folder, Result
 from support.processes import is_alive, parent_of
+from support.runs import pid_said
 
 from executors import Run, attach
 from executors.restarts.decision_log import Decision, DecisionLog
@@ -56,7 +57,7 @@ def _supervisors(here: Folder) -> Iterator[None]:
 
 
 def pids(here: Folder) -> list[int]:
-    return [int(path.read_text()) for path in here.path.iterdir() if path.name.replace("-", "").isdecimal()]
+    return [pid_said(path) for path in here.path.iterdir() if path.name.replace("-", "").isdecimal()]
 
 
 def launched(here: Folder, *more: object, n: int = 2) -> Result:
@@ -68,9 +69,7 @@ def launched(here: Folder, *more: object, n: int = 2) -> Result:
 
 def supervisor(here: Folder, rank: int, attempt: int) -> int:
     """Wait for an attempt, and return the pid of its supervisor."""
-    said = here.path / f"{rank}-{attempt}"
-    eventually(said.exists, f"attempt {attempt} of rank {rank} runs", within_s=60)
-    parent = parent_of(int(said.read_text()))
+    parent = parent_of(pid_said(here.path / f"{rank}-{attempt}"))
     assert parent is not None
     return parent
 

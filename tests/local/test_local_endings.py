@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support import tasks
 from support.processes import is_alive
-from support.runs import pid_of, record_of
+from support.runs import pid_of, pid_said, record_of
 
 from executors import LocalProcessExecutor, Run, current_replica, launch
 from executors.errors import ReplicaCancelledError, ReplicaLostError, ReplicaTimeoutError
@@ -38,7 +38,7 @@ def outcomes_of(run: Run) -> list[Outcome]:
 
 
 def pids_in(folder: Path, names: tuple[str, ...] = HELPERS) -> list[int]:
-    return [int(eventually((folder / name).exists, name) and (folder / name).read_text()) for name in names]
+    return [pid_said(folder / name) for name in names]
 
 
 def all_end(pids: list[int]) -> None:

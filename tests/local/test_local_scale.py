@@ -12,7 +12,7 @@ import pytest
 from servers.isolation.gpu import write_torch
 from support import tasks
 from support.processes import is_alive
-from support.runs import pid_of, record_of
+from support.runs import pid_of, pids_said, record_of
 
 from executors import LocalProcessExecutor, attach, launch
 from executors.attempt import Attempt
@@ -27,8 +27,7 @@ def test_64_replicas_run_at_once_and_are_cancelled_at_once(local: LocalProcessEx
     run = launch(local, tasks.meet, 64, args={"folder": str(folder), "n": 64})
     assert run.results() == list(range(64))
     with launch(local, tasks.hang, 64, args={"path": str(folder / "r")}) as run:
-        eventually(lambda: len(list(folder.glob("r.*"))) == 64)
-        pids = [int(path.read_text()) for path in folder.glob("r.*")]
+        pids = pids_said(folder, "r.*", 64)
     assert [outcome.status for outcome in run.outcomes()] == ["cancelled"] * 64
     assert not any(map(is_alive, pids))
 

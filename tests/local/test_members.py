@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from servers.isolation.gpu import write_torch
 from support.processes import parent_of
+from support.runs import pid_said
 
 from executors import LocalProcessExecutor, launch
 from executors.errors import LaunchError
@@ -274,8 +275,7 @@ def test_members_of_a_killed_supervisor_end_and_only_the_leader_records_it(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
     run = start("end", args={"how": "SIGKILL", "who": 7})
-    wait_for(tmp_path, "ready-0-0", "ready-1-0")
-    pids = [int((tmp_path / f"ready-{member}-0").read_text()) for member in (0, 1)]
+    pids = [pid_said(tmp_path / f"ready-{member}-0") for member in (0, 1)]
     parent = parent_of(pids[0])
     assert parent is not None
     os.kill(parent, signal.SIGKILL)

@@ -92,9 +92,18 @@ def launcher(name: str, *args: str, start_new_session: bool = False) -> Iterator
             process.kill()
 
 
+def text_said(path: Path) -> str:
+    """Wait until a process has written a file, and return its text. The file is empty for a moment before that."""
+    return eventually(lambda: path.exists() and path.read_text(), f"{path.name} is said") or ""
+
+
 def said(path: Path) -> dict[str, Any]:
-    eventually(path.exists, f"{path.name} is said")
-    return dict(json.loads(path.read_text()))
+    return dict(json.loads(text_said(path)))
+
+
+def pid_said(path: Path) -> int:
+    """Wait until a process has written its pid into a file, and return the pid."""
+    return int(text_said(path))
 
 
 def handles_of(launched: dict[str, Any]) -> list[ReplicaHandle]:
@@ -104,7 +113,7 @@ def handles_of(launched: dict[str, Any]) -> list[ReplicaHandle]:
 def pids_said(folder: Path, pattern: str, n: int) -> list[int]:
     """Wait for n files with a pid each, and return the pids."""
     eventually(lambda: len(list(folder.glob(pattern))) == n, f"{n} processes have written their pids")
-    return [int(path.read_text()) for path in folder.glob(pattern)]
+    return [pid_said(path) for path in folder.glob(pattern)]
 
 
 def all_gone(pids: list[int]) -> None:
