@@ -13,6 +13,7 @@ arXiv:1809.07599), and SparseLoCo (arXiv:2508.15706). ADR 0084 has the measureme
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ LEAST = np.float32(2.0**-100)
 MOST_SCALE_BITS = int(np.float32(np.finfo(np.float32).max / 2).view(np.uint32))
 """The bits of the largest scale. The bits of negative numbers, infinities and NaN are larger."""
 NO_SIGN = np.uint32(0x7FFFFFFF)
-AT_ONCE = 16
+AT_ONCE = 32
 """The number of whole chunks that are encoded at once.
 
 Their temporary arrays stay in the cache, and are used again for the next chunks. With all chunks of a piece at once, a
@@ -154,9 +155,9 @@ class Top8:
             acc.fill(0.0)
         total = torch.from_numpy(acc)
         for where, values in sent:
-            # No position occurs twice, so the order of the sums does not matter. The same sum by numpy takes three
-            # times as long.
-            total.index_add_(0, torch.from_numpy(where), torch.from_numpy(values))
+            # No position occurs twice, so the order of the sums does not matter. `index_add_` takes half as long again,
+            # and a sum by numpy twice as long.
+            total.scatter_add_(0, torch.from_numpy(where), torch.from_numpy(values))
 
     def is_finite(self, block: memoryview, n: int) -> bool:
         try:
@@ -277,7 +278,7 @@ def _read(data: Bytes, rows: Rows) -> tuple[Positions, Bits]:
     if codes[n_sent:].any():
         raise MalformedBlockError("has bits other than 0 after its last value")
     codes = codes[:n_sent]
-    positions -= np.arange(n_sent)
+    positions -= _numbers(n_sent)
     positions <<= 3
     positions += codes & 7
     # Each chunk must name values of its own, and none of them twice. If a value is named twice, one library adds it
@@ -308,6 +309,14 @@ def _rows(n_values: int, at_once: int | None = None) -> Iterator[Rows]:
     if length := n_values % CHUNK:
         data = slice(n_whole * _chunk_bytes(CHUNK), _chunk_bytes(n_values))
         yield Rows(1, length, _n_sent(length), n_whole * CHUNK, slice(n_whole, n_whole + 1), data)
+
+
+@lru_cache(maxsize=2)
+def _numbers(n: int) -> Positions:
+    """Return the whole numbers from 0 to n - 1. Pieces have one length, and a block has a shorter last one."""
+    numbers = np.arange(n)
+    numbers.flags.writeable = False
+    return numbers
 
 
 def _n_sent(length: int) -> int:
