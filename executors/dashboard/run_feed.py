@@ -16,7 +16,7 @@ from executors.dashboard.changes import Versions
 from executors.dashboard.run_store import RunStore
 from executors.errors import BackendError, ReplicasError, RunBeingRemovedError, StoreError
 from executors.metrics.metrics import Metrics
-from executors.metrics.segments import sample_numbers
+from executors.metrics.segments import Room, sample_numbers
 from executors.status import RunStatus
 from executors.store import Store
 from executors.store.inventory import Inventory
@@ -37,6 +37,8 @@ MAX_POINTS = 60  # of a loss in the list
 MAX_SEGMENTS = 12  # that are read for it
 MAX_ATTEMPTS = 500  # that are read for the cost
 PAUSES_AFTER_FAILURE_S = (5.0, 60.0)  # the pauses after looks that fail
+PARSED = Room(128 << 20)
+"""The room of this process for the parsed measurements of the runs whose pages are shown."""
 READING = "The measurements of the run are being read."
 
 
@@ -156,6 +158,8 @@ class RunFeed:
 
     def forget_page(self) -> None:
         """Free the memory of what the page was made from, because no tab shows it."""
+        if self._reader is not None:
+            self._reader.forget()
         self._reader = None
         self.store.forget_measurements()
 
@@ -199,7 +203,7 @@ class RunFeed:
         )
 
     def _make_page(self) -> None:
-        self._reader = self._reader or ReportReader(self.view)
+        self._reader = self._reader or ReportReader(self.view, PARSED)
         made = self._reader.read(self.now)
         self.versions.add(page_parts(made), charts_of(made))
         newest = self.versions.newest

@@ -11,7 +11,7 @@ from executors.attempt import Attempt
 from executors.metrics.clocks import Lived, clocks_ahead, read_life, sightings
 from executors.metrics.ledger import Ledger, Life, make_ledger
 from executors.metrics.rows import Left, Numbers, Round, Row, Usage
-from executors.metrics.segments import AttemptKey, read_segments
+from executors.metrics.segments import AttemptKey, ParsedSegments, read_segments
 from executors.protocol import Outcome, ReplicaStatus
 from executors.store import Store
 from executors.store.inventory import Inventory
@@ -150,7 +150,13 @@ class Metrics:
         return {name: [row.get(name) for row in rows] for name in columns}
 
 
-def read_metrics(store: Store, run_id: str, record: RunRecord, kept: dict[str, memoryview] | None = None) -> Metrics:
+def read_metrics(
+    store: Store,
+    run_id: str,
+    record: RunRecord,
+    kept: dict[str, memoryview] | None = None,
+    parsed: ParsedSegments | None = None,
+) -> Metrics:
     """Read the measurements of the replicas of a run.
 
     A part that cannot be read is left out, and named in `problems`.
@@ -158,11 +164,12 @@ def read_metrics(store: Store, run_id: str, record: RunRecord, kept: dict[str, m
     Args:
         kept: the segments that earlier calls have read, by key. They are not read again. This call adds the segments
             that it reads, and removes segments that it leaves out.
+        parsed: the segments that earlier calls have parsed. Default: each segment is parsed.
 
     Raises:
         StoreError: the store does not answer.
     """
-    measured = read_segments(store, run_id, kept)
+    measured = read_segments(store, run_id, kept, parsed)
     found, problems = measured.lines, measured.problems
     left_by = dict[AttemptKey, set[str]]()
     for rank, number, name in Inventory.of(store, run_id).records:

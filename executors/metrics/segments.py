@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -88,23 +89,29 @@ class Lines:
             self.problems.append(f"{refused[0]}{more}")
 
     def finish(self, numbers: Iterable[int]) -> Lines:
-        """Order the rows by time, and name missing segments in `problems`.
+        """Return the content with its rows in the order of time, and with missing segments in `problems`.
 
-        `numbers` are the numbers of the segments that were read.
+        More segments can be added to this object later.
+
+        Args:
+            numbers: the numbers of the segments that exist.
         """
         self.rows.sort(key=lambda row: row.t)
+        return Lines(self.rank, self.attempt, self.rows, self.left, [*self.problems, *self._problems_of_all(numbers)])
+
+    def _problems_of_all(self, numbers: Iterable[int]) -> Iterator[str]:
+        """Yield the problems that only all segments together show."""
         whose = f"Rank {self.rank}, attempt {self.attempt}:"
         gap = next((number for number, there in enumerate(sorted({*numbers})) if number != there), None)
         if gap is not None:
-            self.problems.append(f"{whose} segments are missing, the first is number {gap}.")
+            yield f"{whose} segments are missing, the first is number {gap}."
         if self._left_out:
-            self.problems.append(f"{whose} {self._left_out} lines were dropped, because no segment could be written.")
+            yield f"{whose} {self._left_out} lines were dropped, because no segment could be written."
         for name, n in sorted(self._strange.items())[:10]:
-            self.problems.append(f"{whose} {name!r} is not finite, or beyond {LARGEST:g}, in {n} lines.")
+            yield f"{whose} {name!r} is not finite, or beyond {LARGEST:g}, in {n} lines."
         if self._unnamed:
             limits = f"beyond {MAX_NAMES}, or longer than {MAX_NAME} characters,"
-            self.problems.append(f"{whose} {len(self._unnamed)} names of numbers {limits} are left out.")
-        return self
+            yield f"{whose} {len(self._unnamed)} names of numbers {limits} are left out."
 
     def _like_before(self, line: Any) -> Numbers | None:
         """Parse a line quickly if it has the same keys as the line before, as almost all lines do."""
@@ -146,7 +153,90 @@ class Measured:
     """True if all segments were read."""
 
 
-def read_segments(store: Store, run_id: str, kept: dict[str, memoryview] | None = None) -> Measured:
+class Room:
+    """The room for parsed segments in a process, in bytes of their text. Parsed, they take about six times as much.
+
+    Args:
+        n_bytes: the size of the room.
+
+    Example:
+        room = Room(64 << 20)
+        room.take(1 << 20)  # True
+    """
+
+    def __init__(self, n_bytes: int) -> None:
+        self._left = n_bytes
+        self._lock = threading.Lock()
+
+    def take(self, n_bytes: int) -> bool:
+        """Take a part of the room. Return False if it is not available.
+
+        Args:
+            n_bytes: the size of the part. A negative one gives a part back.
+        """
+        with self._lock:
+            if n_bytes > self._left:
+                return False
+            self._left -= n_bytes
+            return True
+
+
+class ParsedSegments:
+    """The parsed segments of one run, for a process that reads the run again and again. Segments never change.
+
+    Args:
+        room: the room that all runs of the process share. Attempts that do not fit are parsed at each read.
+
+    Example:
+        parsed = ParsedSegments(Room(64 << 20))
+        read_segments(store, "brave-otter-7f3a", parsed=parsed)
+    """
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._lock = threading.Lock()
+        self._is_forgotten = False
+        self._lines: dict[AttemptKey, tuple[list[int], int, Lines]] = {}
+        """The numbers of the parsed segments of each attempt, the bytes of their text, and their lines."""
+
+    def take(self, of: AttemptKey, numbers: Sequence[int]) -> tuple[Lines, int]:
+        """Remove and return the lines of an attempt that begins with the parsed segments, and their number.
+
+        Args:
+            of: the attempt.
+            numbers: the numbers of all its segments, in order.
+        """
+        with self._lock:
+            known, n_bytes, lines = self._lines.pop(of, ([], 0, Lines(*of)))
+        self._room.take(-n_bytes)
+        if known == [*numbers[: len(known)]]:
+            return lines, len(known)
+        return Lines(*of), 0
+
+    def keep(self, of: AttemptKey, numbers: Sequence[int], n_bytes: int, lines: Lines) -> None:
+        """Keep the lines of an attempt, if there is room.
+
+        Args:
+            of: the attempt.
+            numbers: the numbers of its segments, in order.
+            n_bytes: the bytes of their text.
+            lines: the lines.
+        """
+        with self._lock:
+            if not self._is_forgotten and self._room.take(n_bytes):
+                self._lines[of] = ([*numbers], n_bytes, lines)
+
+    def forget(self) -> None:
+        """Forget all segments, and keep none from now on. A read in another thread may continue."""
+        with self._lock:
+            self._is_forgotten = True
+            self._room.take(-sum(n_bytes for _, n_bytes, _ in self._lines.values()))
+            self._lines.clear()
+
+
+def read_segments(
+    store: Store, run_id: str, kept: dict[str, memoryview] | None = None, parsed: ParsedSegments | None = None
+) -> Measured:
     """Read the segments of a run. If they have more than `MAX_BYTES`, read a part of them, spread over the whole run.
 
     Args:
@@ -154,6 +244,7 @@ def read_segments(store: Store, run_id: str, kept: dict[str, memoryview] | None 
         run_id: the run.
         kept: the bytes of segments that were read before, by key. Segments never change. This call adds the segments
             that it reads, and removes the segments that it leaves out.
+        parsed: the segments that earlier calls have parsed. Default: each segment is parsed.
     """
     listed, problems = _list(store, f"{run_id}/metrics/")
     chosen = _thin(listed)
@@ -178,15 +269,29 @@ def read_segments(store: Store, run_id: str, kept: dict[str, memoryview] | None 
         except StoreError as error:
             return error
 
-    found = dict[AttemptKey, Lines]()
-    for start in range(0, len(chosen), READ_AT_ONCE):
-        part = chosen[start : start + READ_AT_ONCE]
+    found, damaged = dict[AttemptKey, Lines](), set[AttemptKey]()
+    its = dict[AttemptKey, list[_Segment]]()
+    for segment in chosen:
+        its.setdefault(segment.of, []).append(segment)
+    new = chosen
+    if parsed is not None:
+        begun = {of: parsed.take(of, [each.number for each in some]) for of, some in its.items()}
+        found = {of: lines for of, (lines, _) in begun.items()}
+        known = {each.entry.key for of, some in its.items() for each in some[: begun[of][1]]}
+        new = [each for each in chosen if each.entry.key not in known]
+    for start in range(0, len(new), READ_AT_ONCE):
+        part = new[start : start + READ_AT_ONCE]
         for segment, body in zip(part, at_store(store, read, part), strict=True):
             lines = found.setdefault(segment.of, Lines(*segment.of))
             if isinstance(body, StoreError):
                 lines.problems.append(str(body))
+                damaged.add(segment.of)  # the next read may succeed
             else:
                 lines.add(segment.entry.key, bytes(body))
+    if parsed is not None:
+        for of in its.keys() - damaged:
+            sizes = sum(each.entry.size_bytes for each in its[of])
+            parsed.keep(of, [each.number for each in its[of]], sizes, found[of])
     numbers = dict[AttemptKey, list[int]]()
     for segment in listed:
         numbers.setdefault(segment.of, []).append(segment.number)

@@ -9,6 +9,7 @@ from typing import Any, cast
 from executors.attempt.handles import page_of_job
 from executors.errors import BackendError, StoreError
 from executors.metrics.metrics import read_metrics
+from executors.metrics.segments import ParsedSegments, Room
 from executors.status import RunStatus
 from executors.view.report.document_types import ReportDocument
 from executors.view.report.event_reader import Event, EventReader
@@ -21,14 +22,16 @@ class ReportReader:
 
     Args:
         view: the run.
+        room: the room for the parsed measurements, which are then parsed once. None: they are parsed at each read.
 
     Example:
         reader = ReportReader(view_of(attach("first-try")))
         reader.read()["run_id"]
     """
 
-    def __init__(self, view: RunView) -> None:
+    def __init__(self, view: RunView, room: Room | None = None) -> None:
         self._view = view
+        self._parsed = None if room is None else ParsedSegments(room)
         self._events = list[Event]()
         self._reader: EventReader | None = None
         self._problems = dict[str, None]()
@@ -48,7 +51,7 @@ class ReportReader:
         view = self._view
         given, now = now, view.status() if now is None else now
         problems = self._problems.copy()
-        metrics = read_metrics(view.store, view.run_id, view.record)
+        metrics = read_metrics(view.store, view.run_id, view.record, parsed=self._parsed)
         if given is None:
             events = list(events_of(view, note=lambda words: problems.update({words: None})))
         else:
@@ -67,6 +70,11 @@ class ReportReader:
         )  # fmt: skip
         made: Any = document(subject)  # tests compare each document with its schema
         return cast(ReportDocument, made)
+
+    def forget(self) -> None:
+        """Free the memory of the parsed measurements."""
+        if self._parsed is not None:
+            self._parsed.forget()
 
     def _events_until(self, now: RunStatus) -> list[Event]:
         """Return the events so far, and read only those that are new."""

@@ -14,10 +14,12 @@ import pytest
 from support.hostile_records import ANSI, DEEP, outcome_json, run_json
 
 from executors.attempt import Attempt
+from executors.errors import StoreError
 from executors.metrics import metrics as metrics_module
 from executors.metrics import segments as segments_module
 from executors.metrics.metrics import Metrics, read_metrics
 from executors.metrics.rows import Numbers, Round, Usage
+from executors.metrics.segments import ParsedSegments, Room
 from executors.store import MemoryStore
 from executors.task.record import RunRecord
 from executors.view.report.measures import Measures
@@ -49,8 +51,8 @@ class Scene:
     def claim(self, at: float, rank: int = 0, attempt: int = 0, host: str = "a") -> Scene:
         return self.record("started", {"nonce": "n", "host": host, "at": at}, rank, attempt)
 
-    def read(self) -> Metrics:
-        return read_metrics(self.store, "run", RunRecord.parse(run_json(created_at=T0)))
+    def read(self, parsed: ParsedSegments | None = None) -> Metrics:
+        return read_metrics(self.store, "run", RunRecord.parse(run_json(created_at=T0)), parsed=parsed)
 
 
 def test_lines_become_rows_in_the_order_of_rank_attempt_and_time() -> None:
@@ -229,6 +231,54 @@ def test_names_beyond_many_or_too_long_are_left_out(monkeypatch: pytest.MonkeyPa
         "Rank 0, attempt 0: 4 names of numbers beyond 2, or longer than 200 characters, are left out."
     ]
     assert found.numbers[-1].values == {"n0": 1}
+
+
+@pytest.mark.parametrize("room", [0, 400, 1 << 20], ids=["no room", "some room", "room"])
+def test_a_run_that_is_read_again_and_again_is_parsed_once_and_reads_as_if_it_was_parsed_anew(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added, add = list[str](), segments_module.Lines.add
+
+    def count(lines: Any, key: str, body: bytes) -> None:
+        added.append(key)
+        add(lines, key, body)
+
+    monkeypatch.setattr(segments_module.Lines, "add", count)
+    monkeypatch.setattr(segments_module, "MAX_NAMES", 3)
+    scene, parsed = Scene().claim(T0).claim(T0, rank=1), ParsedSegments(Room(room))
+    late, strange = {"t": 0.5, "step": 1, "loss": 9.0}, {"t": 6.0, "loss": math.inf}
+    for number, lines in (
+        (0, [NUMBERS, ROUND, {"t": 9.0, "left_with": 1.0, "name": "main"}]),
+        (1, [late, "{", NUMBERS, strange]),
+        (3, [strange, {"t": 7.0, "a": 1, "b": 2, "c": 3}]),
+        (2, [{"t": 8.0, "left_out": 4}, USAGE]),  # a segment that was listed late
+        (4, [NUMBERS]),
+    ):
+        for rank in range(2 if number < 4 else 1):
+            scene.segment(*lines, rank=rank, number=number)
+        found, again, anew = scene.read(parsed), scene.read(parsed), scene.read()
+        for metrics in (found, again):
+            assert (list(metrics), metrics.problems, metrics.left) == (list(anew), anew.problems, anew.left)
+    added.clear()
+    scene.read(parsed)
+    assert (added == []) == (room > 400)
+    parsed.forget()
+    assert parsed._room.take(room), "all room is free again"
+
+
+def test_a_segment_that_the_store_did_not_return_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, parsed, get = Scene().segment(NUMBERS).claim(T0), ParsedSegments(Room(1 << 20)), MemoryStore.get
+
+    def fails(store: MemoryStore, key: str, **part: Any) -> memoryview:
+        if "/metrics/" in key:
+            raise StoreError("The store does not answer.", key=key, url=store.url)
+        return get(store, key, **part)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(MemoryStore, "get", fails)
+        assert scene.read(parsed).problems == ["The store does not answer."]
+    found = scene.read(parsed)
+    assert ([row.t for row in found], found.problems) == ([1.0], [])
 
 
 def test_a_run_without_any_segment_has_no_rows_and_no_problems() -> None:
