@@ -97,11 +97,13 @@ class RunStore:
                 if prefix.endswith("/replicas/") and len(found) != self._n_records:
                     self._n_records = len(found)
                     self._recent.clear()
-                # A reader that knows the version of a record from the list must not get an older copy of the record.
+                # A reader that knows an object or its version from the list must not get an older answer.
                 for entry in found:
                     if entry.key.endswith(f"/{WARNINGS}") and self._entries.get(entry.key) != entry:
                         self._entries[entry.key] = entry
                         self._recent.pop(entry.key, None)
+                    elif (recent := self._recent.get(entry.key)) is not None and recent[1] is None:
+                        del self._recent[entry.key]
         return iter(found)
 
     def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:

@@ -24,7 +24,7 @@ from executors.dashboard.log_feed import MAX_CHARACTERS, LogFeed, page_line
 from executors.dashboard.run_feed import RunFeed
 from executors.dashboard.run_store import RunStore
 from executors.dashboard.server import Dashboard, Options
-from executors.errors import ReplicasError, RunNotFoundError
+from executors.errors import KeyNotFoundError, ReplicasError, RunNotFoundError
 from executors.run.run import view_of
 from executors.store import MemoryStore
 from executors.store.records import to_bytes
@@ -433,6 +433,17 @@ def test_a_warning_that_follows_soon_after_another_one_is_an_event_of_the_page()
         now = view.status(reports=False)
         found += [each.why for each in events.new(view.reader.records.inventory, now) if each.kind == "warning"]
     assert found == ["a", "b", "c"]
+
+
+def test_an_object_that_a_list_shows_is_read_although_it_did_not_exist_a_moment_ago() -> None:
+    store = MemoryStore()
+    cached, key = RunStore(store), "otter/metrics/0000/0/000000.jsonl"
+    with pytest.raises(KeyNotFoundError):
+        cached.get(key)
+    store.put(key, b"{}")
+    cached.begin_look()
+    assert [entry.key for entry in cached.list("otter/metrics/")] == [key]
+    assert bytes(cached.get(key)) == b"{}"
 
 
 def test_ctrl_c_ends_the_command_and_the_address_is_a_json_document(here: HereInstead) -> None:
