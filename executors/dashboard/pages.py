@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from executors.view.report.page import ASSETS as REPORT_ASSETS
 from executors.view.report.page import Served, asset, page, page_policy
 from executors.view.report.text import name_moment, name_number, name_share
 
@@ -123,8 +124,8 @@ def _with_policy(name: str, **values: Any) -> str:
 @cache
 def _templates() -> Environment:
     made = Environment(
-        loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
+        loader=FileSystemLoader([ASSETS, REPORT_ASSETS]), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     made.filters |= {"moment": name_moment, "amount": name_number, "share": name_share}
     return made
