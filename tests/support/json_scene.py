@@ -1,6 +1,6 @@
 """Calls each verb with --json in a small scene of real runs: for a test, and for the examples of the reference.
 
-python -m tests.support.json_scene    writes the examples into `docs/json`
+PYTHONPATH=tests python -m tests.support.json_scene    writes the examples into `docs/json`
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ def wait():
 """
 PLAN = ("--params", "1.3e9", "--n", "8", "--step", "0.9", "--up", "20MB", "--down", "20MB", "--latency", "50ms")
 BOOT_ID = "0b5c1d4e-93f7-4c8a-8a52-6f1e2d3c4b5a"  # a made-up one
+DEFAULT_PORT = 8265
+ADDRESS = f"127.0.0.1:{DEFAULT_PORT}/?token=6UzXb0cYx3dJQm2rT4vK8pLwN1aSfGhE7iOuZyB5tCk"
+"""An address of a dashboard with a made-up token."""
 QUICK = ("--option", "preload=[]", "--option", "term_grace_s=0.5")
 
 
@@ -164,7 +167,9 @@ def without_traces(text: str, folder: Path) -> str:
     text = text.replace(socket.gethostname(), "laptop")
     # The identity of a process has the machine's boot id and the inode of its process namespace.
     text = re.sub(r"laptop [0-9a-f-]{36} pid:\[\d+\]", f"laptop {BOOT_ID} pid:[4026531836]", text)
-    text = re.sub(r"http(%3A%2F%2F|://)127\.0\.0\.1(%3A|:)\d+", r"https\1objects.example.com", text)
+    text, n = re.subn(r"127\.0\.0\.1:\d+/\?token=[\w-]+", ADDRESS, text)
+    text = re.sub(r'"port": \d+', f'"port": {DEFAULT_PORT}', text) if n else text
+    text = re.sub(r"http(%3A%2F%2F|://)127\.0\.0\.1(%3A|:)\d+(?!\d|/\?token=)", r"https\1objects.example.com", text)
     return re.sub(r'(Linux \d+\.\d+)[^",\s]*', r"\1", re.sub(r"root@", "me@", text))
 
 
