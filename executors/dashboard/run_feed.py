@@ -16,7 +16,7 @@ from executors.dashboard.changes import Versions
 from executors.dashboard.run_store import RunStore
 from executors.errors import BackendError, ReplicasError, RunBeingRemovedError, StoreError
 from executors.metrics.metrics import Metrics
-from executors.metrics.segments import Room, sample_numbers
+from executors.metrics.segments import SegmentBudget, sample_numbers
 from executors.status import RunStatus
 from executors.store import Store
 from executors.store.inventory import Inventory
@@ -37,7 +37,7 @@ MAX_POINTS = 60  # of a loss in the list
 MAX_SEGMENTS = 12  # that are read for it
 MAX_ATTEMPTS = 500  # that are read for the cost
 PAUSES_AFTER_FAILURE_S = (5.0, 60.0)  # the pauses after looks that fail
-PARSED = Room(128 << 20)
+PARSED = SegmentBudget(128 << 20)
 """The room of this process for the parsed measurements of the runs whose pages are shown."""
 READING = "The measurements of the run are being read."
 

@@ -153,15 +153,15 @@ class Measured:
     """True if all segments were read."""
 
 
-class Room:
+class SegmentBudget:
     """The room for parsed segments in a process, in bytes of their text. Parsed, they take about six times as much.
 
     Args:
         n_bytes: the size of the room.
 
     Example:
-        room = Room(64 << 20)
-        room.take(1 << 20)  # True
+        budget = SegmentBudget(64 << 20)
+        budget.take(1 << 20)  # True
     """
 
     def __init__(self, n_bytes: int) -> None:
@@ -185,15 +185,15 @@ class ParsedSegments:
     """The parsed segments of one run, for a process that reads the run again and again. Segments never change.
 
     Args:
-        room: the room that all runs of the process share. Attempts that do not fit are parsed at each read.
+        budget: the room that all runs of the process share. Attempts that do not fit are parsed at each read.
 
     Example:
-        parsed = ParsedSegments(Room(64 << 20))
+        parsed = ParsedSegments(SegmentBudget(64 << 20))
         read_segments(store, "brave-otter-7f3a", parsed=parsed)
     """
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, budget: SegmentBudget) -> None:
+        self._budget = budget
         self._lock = threading.Lock()
         self._is_forgotten = False
         self._lines: dict[AttemptKey, tuple[list[int], int, Lines]] = {}
@@ -208,7 +208,7 @@ class ParsedSegments:
         """
         with self._lock:
             known, n_bytes, lines = self._lines.pop(of, ([], 0, Lines(*of)))
-        self._room.take(-n_bytes)
+        self._budget.take(-n_bytes)
         if known == [*numbers[: len(known)]]:
             return lines, len(known)
         return Lines(*of), 0
@@ -223,14 +223,14 @@ class ParsedSegments:
             lines: the lines.
         """
         with self._lock:
-            if not self._is_forgotten and self._room.take(n_bytes):
+            if not self._is_forgotten and self._budget.take(n_bytes):
                 self._lines[of] = ([*numbers], n_bytes, lines)
 
     def forget(self) -> None:
         """Forget all segments, and keep none from now on. A read in another thread may continue."""
         with self._lock:
             self._is_forgotten = True
-            self._room.take(-sum(n_bytes for _, n_bytes, _ in self._lines.values()))
+            self._budget.take(-sum(n_bytes for _, n_bytes, _ in self._lines.values()))
             self._lines.clear()
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from executors.attempt.handles import page_of_job
 from executors.errors import BackendError, StoreError
 from executors.metrics.metrics import read_metrics
-from executors.metrics.segments import ParsedSegments, Room
+from executors.metrics.segments import ParsedSegments, SegmentBudget
 from executors.status import RunStatus
 from executors.view.report.document_types import ReportDocument
 from executors.view.report.event_reader import Event, EventReader
@@ -22,16 +22,16 @@ class ReportReader:
 
     Args:
         view: the run.
-        room: the room for the parsed measurements, which are then parsed once. None: they are parsed at each read.
+        budget: the room for the parsed measurements, which are then parsed once. None: they are parsed at each read.
 
     Example:
         reader = ReportReader(view_of(attach("first-try")))
         reader.read()["run_id"]
     """
 
-    def __init__(self, view: RunView, room: Room | None = None) -> None:
+    def __init__(self, view: RunView, budget: SegmentBudget | None = None) -> None:
         self._view = view
-        self._parsed = None if room is None else ParsedSegments(room)
+        self._parsed = None if budget is None else ParsedSegments(budget)
         self._events = list[Event]()
         self._reader: EventReader | None = None
         self._problems = dict[str, None]()

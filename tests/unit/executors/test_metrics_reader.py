@@ -19,7 +19,7 @@ from executors.metrics import metrics as metrics_module
 from executors.metrics import segments as segments_module
 from executors.metrics.metrics import Metrics, read_metrics
 from executors.metrics.rows import Numbers, Round, Usage
-from executors.metrics.segments import ParsedSegments, Room
+from executors.metrics.segments import ParsedSegments, SegmentBudget
 from executors.store import MemoryStore
 from executors.task.record import RunRecord
 from executors.view.report.measures import Measures
@@ -245,7 +245,7 @@ def test_a_run_that_is_read_again_and_again_is_parsed_once_and_reads_as_if_it_wa
 
     monkeypatch.setattr(segments_module.Lines, "add", count)
     monkeypatch.setattr(segments_module, "MAX_NAMES", 3)
-    scene, parsed = Scene().claim(T0).claim(T0, rank=1), ParsedSegments(Room(room))
+    scene, parsed = Scene().claim(T0).claim(T0, rank=1), ParsedSegments(SegmentBudget(room))
     late, strange = {"t": 0.5, "step": 1, "loss": 9.0}, {"t": 6.0, "loss": math.inf}
     for number, lines in (
         (0, [NUMBERS, ROUND, {"t": 9.0, "left_with": 1.0, "name": "main"}]),
@@ -263,11 +263,11 @@ def test_a_run_that_is_read_again_and_again_is_parsed_once_and_reads_as_if_it_wa
     scene.read(parsed)
     assert (added == []) == (room > 400)
     parsed.forget()
-    assert parsed._room.take(room), "all room is free again"
+    assert parsed._budget.take(room), "all room is free again"
 
 
 def test_a_segment_that_the_store_did_not_return_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene, parsed, get = Scene().segment(NUMBERS).claim(T0), ParsedSegments(Room(1 << 20)), MemoryStore.get
+    scene, parsed, get = Scene().segment(NUMBERS).claim(T0), ParsedSegments(SegmentBudget(1 << 20)), MemoryStore.get
 
     def fails(store: MemoryStore, key: str, **part: Any) -> memoryview:
         if "/metrics/" in key:
