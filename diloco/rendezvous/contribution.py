@@ -256,7 +256,7 @@ class ContributionSender:
             is_there = self._is_there(entry)
             if is_there or self._seals.is_sealed(entry.index):
                 break
-            self._sealer.check_time(entry)
+            self._sealer.check_time(entry, None)
             self._context.wait(next(pauses), ())
         # A replica out of phase may have read a seal that does not exist, from damaged bytes. Then the next look sends
         # the work again.

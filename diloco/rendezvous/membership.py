@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any, Literal, Self
@@ -30,7 +30,7 @@ from diloco.rendezvous.envelope import (
 )
 from diloco.rendezvous.frames import Contribution, Seal
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.retrying_store import RetryingStore
+from diloco.rendezvous.retrying_store import THREADS, Map, RetryingStore
 from executors.attempt.outcome import MAX_OUTCOME_BYTES, parse_outcome
 from executors.attempt.signed_record import is_proven, proof_of_record
 from executors.errors import CorruptObjectError, ReplicasError, RunNotFoundError, StoreError
@@ -319,6 +319,7 @@ class Membership:
         me: the identity of this process.
         clock: returns seconds of a monotonic clock.
         abort_check_s: the shortest time, in seconds, between two looks for an abort.
+        map: applies a function to several ranks, perhaps in several threads.
 
     Example:
         Membership(store, keys, me).is_behind()
@@ -331,8 +332,10 @@ class Membership:
         me: Identity,
         clock: Callable[[], float] = monotonic,
         abort_check_s: float = 1.0,
+        map: Map = map,
     ) -> None:
         self._store = store
+        self._map = map
         self._keys = keys
         self._me = me
         self._clock = clock
@@ -414,7 +417,15 @@ class Membership:
 
     def has_live_peer(self) -> bool:
         """Return True if a named process of another rank seems to be alive."""
-        return any(self.lives(rank) for rank in self.expected if rank != self._me.rank)
+        return self.lives_any(self.expected)
+
+    def lives_any(self, ranks: Iterable[int]) -> bool:
+        """Return True if the named process of one of these ranks seems to be alive. This process does not count.
+
+        Args:
+            ranks: expected ranks.
+        """
+        return self._any(self.lives, [rank for rank in ranks if rank != self._me.rank])
 
     def is_behind(self) -> bool:
         """Return True if this replica is out of phase: the newest seal names other live processes, and not this one.
@@ -440,21 +451,38 @@ class Membership:
             return False
         return True
 
-    def still_expected(self, good: Mapping[int, Contribution]) -> set[int]:
-        """Return the ranks to wait for: the expected ranks that have not left.
+    def misses_any(self, known: Mapping[int, Contribution], others: Collection[int] = ()) -> bool:
+        """Return True if a contribution is missing whose sender is still expected: an expected rank that has not left.
 
-        If all of them have left, as in a run that was resumed as a whole, return the expected ranks with a newer
-        attempt that has not left.
+        If all expected ranks have left, as in a run that was resumed as a whole, the ranks with a newer attempt that
+        has not left are expected.
+
+        The answer is True as soon as one such rank is found. In a usual round the first missing replica is only later
+        than the others, so this costs a few requests, also among a thousand replicas.
 
         Args:
-            good: the contributions that were found, by rank. A named process that has contributed has not left.
+            known: the contributions that were found, by rank. A named process that has contributed has not left.
+            others: further ranks that are not missing.
+
+        Example:
+            members.misses_any(good, others=unreadable)
         """
         expected = self.expected
-        if expected.keys() <= good.keys():
-            return set(expected)
-        named = {rank for rank, head in good.items() if self.names(rank, head.attempt, head.nonce)}
-        here = {rank for rank in expected if rank in named or not self.is_gone(rank)}
-        return here or {rank for rank in expected if self._newer_lives(rank)}
+        missing = [rank for rank in expected if rank not in known and rank not in others]
+        if not missing or self.waits_for_any(missing):
+            return bool(missing)
+        sent = {rank: known.get(rank) for rank in expected if rank in known or rank in others}
+        if any(head is not None and self.names(rank, head.attempt, head.nonce) for rank, head in sent.items()):
+            return False
+        return not self.waits_for_any(sent) and self._any(self._newer_lives, missing)
+
+    def waits_for_any(self, ranks: Iterable[int]) -> bool:
+        """Return True if one of these ranks is expected and has not left.
+
+        Args:
+            ranks: the ranks.
+        """
+        return self._any(lambda rank: not self.is_gone(rank), [rank for rank in ranks if rank in self.expected])
 
     def is_gone(self, rank: int, attempt: int | None = None) -> bool:
         """Return True if an attempt of a rank, or a later attempt, has written its bye object or its outcome.
@@ -474,6 +502,20 @@ class Membership:
                 return False
         self._gone.add((rank, attempt))
         return True
+
+    def _any(self, question: Callable[[int], bool], ranks: Sequence[int]) -> bool:
+        """Return True if the answer to a question is True for one of these ranks.
+
+        Each question costs up to three requests. So the first rank is asked about alone, because its answer usually
+        suffices. The others are asked about in groups at once: one after the other, a thousand questions would keep
+        this replica away from its rounds for minutes.
+
+        Args:
+            question: asks the store about a rank.
+            ranks: the ranks.
+        """
+        groups = [ranks[:1], *(ranks[first : first + THREADS] for first in range(1, len(ranks), THREADS))]
+        return any(any(list(self._map(question, group))) for group in groups)
 
     def _newer_lives(self, rank: int) -> bool:
         """Return True if the newest attempt of a rank is newer than the named one and has not left."""

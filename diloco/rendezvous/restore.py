@@ -412,6 +412,6 @@ class LogReplayer:
             elif self._sealer.is_stuck(entry, seal) and (jumped := self._reader.load(entry.index)) is not None:
                 self.position = jumped
             else:
-                self._sealer.check_time(entry)
+                self._sealer.check_time(entry, seal)
                 context.members.check_abort()
                 context.wait(next(pauses), ())

@@ -31,8 +31,13 @@ Background = Callable[[Callable[[], None]], None]
 """Runs a job in another thread while training continues. The call returns at once."""
 Wait = Callable[[float, Sequence[str]], None]
 """Waits for a number of seconds. It may return earlier if an object below one of the key prefixes changes."""
-MOST_PAUSE_S = 1.0
-ASK_AGAIN_S, ANSWERS_PER_QUESTION = 0.1, 20
+FIRST_PAUSE_S, MOST_PAUSE_S = 0.002, 1.0
+LOOKS_PER_S = 2000
+"""The number of times that the replicas of a run together look for an object in a second.
+
+A bucket answers some thousand requests in a second, and a thousand replicas wait for a round at the same time.
+"""
+ASK_AGAIN_S, ANSWERS_PER_QUESTION, PAUSES_PER_QUESTION = 0.1, 20, 4
 """The shortest time, in seconds, between two questions which peers have left.
 
 Each of these questions costs three requests, and peers rarely leave.
@@ -299,7 +304,7 @@ class Context:
 
     def __post_init__(self) -> None:
         training = self.training
-        self.members = Membership(self.store, self.keys, self.me, self.clock, self.limits.abort_check_s)
+        self.members = Membership(self.store, self.keys, self.me, self.clock, self.limits.abort_check_s, self.map)
         self.phase = Phase(self.plan, self.clock)
         after_s = min(STANDS_AFTER_S, self.limits.grace_s)
         self.standstill = StandstillWatch(
@@ -312,11 +317,21 @@ class Context:
     @property
     def ask_again_s(self) -> float:
         """The seconds between two questions about which replicas have left. A slow store is asked less often."""
-        return max(ASK_AGAIN_S, ANSWERS_PER_QUESTION * min(self.store.answer_s, 1.0))
+        return max(
+            ASK_AGAIN_S, ANSWERS_PER_QUESTION * min(self.store.answer_s, 1.0), PAUSES_PER_QUESTION * self._least_s
+        )
 
     def pauses(self) -> Iterator[float]:
         """Yield the pauses, in seconds, between two looks for the work of other replicas."""
-        return backoff(self.rng, most_s=min(MOST_PAUSE_S, max(0.02, self.limits.grace_s / 4)))
+        most_s = min(MOST_PAUSE_S, max(0.02, self.limits.grace_s / 4))
+        return backoff(self.rng, first_s=min(most_s, max(FIRST_PAUSE_S, self._least_s)), most_s=most_s)
+
+    @property
+    def _least_s(self) -> float:
+        """The shortest pause between two looks of one replica, in seconds, so that all together look `LOOKS_PER_S`
+        times in a second.
+        """
+        return len(self.members.expected) / LOOKS_PER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,6 +457,8 @@ class EntryState:
     """The ranks in the order in which they look for contributions. Empty: not computed yet."""
     looks: int = 0
     """The number of looks of this replica for contributions."""
+    looked_to: int = -1
+    """The rank at which the last of these looks has ended."""
     move_s: float = 0.0
     """Seconds spent on packing, sending and reading."""
     wait_s: float = 0.0

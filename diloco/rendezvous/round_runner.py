@@ -187,7 +187,7 @@ class RoundRunner:
                 self.replayer.reload()
             if sealing is not SealingResult.OPEN:
                 return self.catch_up()
-            self.sealer.check_time(entry)
+            self.sealer.check_time(entry, None)
         return False
 
     # -- one entry ---------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class RoundRunner:
                 break
             if context.proof.is_signed:
                 self.sender.handle_forgeries(entry, seal, self._waited_s)
-            self.sealer.check_time(entry)
+            self.sealer.check_time(entry, seal)
             paused = clock()
             pause_s = max(next(pauses), min(self._store.answer_s, MOST_PAUSE_S))  # a slow store is asked less often
             if seal is not None:

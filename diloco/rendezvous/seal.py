@@ -6,8 +6,9 @@ that the others save requests. If two replicas decide differently, the seal that
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
@@ -26,6 +27,8 @@ from executors.store.standstill import Standstill, describe_standstill
 
 FIRST_TO_LOOK = 8
 """The number of replicas that look for contributions first, if the replica whose turn it is has not decided in time."""
+LOOKS_AT_ONCE = 16
+"""The number of contributions that a look asks for before it may end at a late replica."""
 LOOKS_PER_FRONTIER = 8
 """After this number of looks for contributions, look for joiners again, because a claim may become visible late."""
 GRACE_SPREADS, LEAST_GRACE, LEARNING_ROUNDS = 4.0, 0.25, 3
@@ -192,9 +195,7 @@ class Sealer:
         if entry.looks % LOOKS_PER_FRONTIER == 0:
             self._members.look_for_joiners()
         entry.looks += 1
-        known = entry.seen.keys() | entry.unreadable_ranks
-        unseen = [rank for rank in self._ranks() if rank not in known]
-        list(self._context.map(lambda rank: self.look_at_contribution(entry, rank), unseen))
+        has_looked_at_all = self._look_for_contributions(entry, now)
         anchor = self._context.training.digest(entry.fragment)
         votes = Counter(head.anchor for head, _ in entry.seen.values())
         ours, theirs = votes.pop(anchor, 0), max(votes.values(), default=0)
@@ -203,16 +204,41 @@ class Sealer:
             return SealingResult.OUTVOTED
         unreadable = entry.unreadable_ranks
         good = {r: head for r, (head, _) in entry.seen.items() if head.anchor == anchor and r not in unreadable}
-        expected = self._members.still_expected(good) - unreadable
         # A replica in the minority gives the others twice the grace to decide, because its own anchor may be wrong.
         is_over = self._is_over(entry, good, now, grace_factor=2 if theirs > ours else 1)
-        is_enough = self._is_enough(expected, good, is_over=is_over)
-        if not is_enough and is_over:
-            # Too few contributions are readable to decide. Perhaps only the readings were wrong, so wait.
-            entry.misread.clear()
-        if not is_enough or not (expected <= good.keys() or is_over):
+        if not has_looked_at_all:
+            return SealingResult.OPEN
+        if not self._may_decide(good, unreadable, is_over=is_over):
+            if is_over:
+                # Too few contributions are readable to decide. Perhaps only the readings were wrong, so wait.
+                entry.misread.clear()
             return SealingResult.OPEN
         return SealingResult.TRIED if self._seal_with(entry, set(good), anchor) else SealingResult.OPEN
+
+    def _look_for_contributions(self, entry: EntryState, now: float) -> bool:
+        """Look for the contributions that were not seen yet.
+
+        Return False if a replica is only late, so that the entry cannot be decided yet. The look may then have ended at
+        that replica, and the next look begins behind it. So a look costs few requests among a thousand replicas, too.
+
+        Args:
+            entry: the open entry.
+            now: the time.
+        """
+        known = entry.seen.keys() | entry.unreadable_ranks
+        unseen = [rank for rank in self._ranks() if rank not in known]
+        begin = bisect_right(unseen, entry.looked_to)
+        unseen = unseen[begin:] + unseen[:begin]
+        # Until the grace runs, any contribution may begin it. After the grace, each contribution that exists counts.
+        is_running = entry.grace_from_s is not None and now - entry.grace_from_s < self._grace_s(entry)
+        size = LOOKS_AT_ONCE if is_running else max(1, len(unseen))
+        for group in (unseen[first : first + size] for first in range(0, len(unseen), size)):
+            list(self._context.map(lambda rank: self.look_at_contribution(entry, rank), group))
+            entry.looked_to = group[-1]
+            known = entry.seen.keys() | entry.unreadable_ranks
+            if is_running and self._members.waits_for_any(rank for rank in group if rank not in known):
+                return False
+        return True
 
     def _is_over(self, entry: EntryState, good: Mapping[int, Contribution], now: float, *, grace_factor: int) -> bool:
         """Return True if the wait for missing replicas has ended.
@@ -244,21 +270,20 @@ class Sealer:
         since_s = entry.began_s if entry.published_s is None else entry.published_s
         return since_s is not None and now - since_s >= self.unobserved_wait_s
 
-    def _is_enough(self, expected: set[int], good: Mapping[int, Contribution], *, is_over: bool) -> bool:
-        """Return True if enough replicas have sent work. If none has any work to send, count the replicas themselves.
+    def _may_decide(self, good: Mapping[int, Contribution], unreadable: Set[int], *, is_over: bool) -> bool:
+        """Return True if no contribution is missing, or if the wait has ended and enough replicas have sent work.
+
+        If no replica has any work to send, the replicas themselves are counted.
 
         Args:
-            expected: the ranks that should contribute and have not left.
             good: the contributions that can count, by rank.
+            unreadable: the ranks whose contributions are permanently damaged. Nothing waits for them.
             is_over: True if the wait for missing replicas has ended.
         """
-        present = expected | good.keys()
-        working = {rank for rank, head in good.items() if head.weight > 0}
-        able = {rank for rank in present if rank in working or rank not in good}
-        quorum = self._context.min_quorum
-        if working or (able and not is_over):
-            return len(working) >= max(1, min(quorum, len(able)))
-        return len(good) >= max(1, min(quorum, len(present)))
+        n_sent = sum(head.weight > 0 for head in good.values()) or len(good)
+        if is_over and n_sent >= max(1, self._context.min_quorum):
+            return True
+        return n_sent > 0 and not self._members.misses_any(good, others=unreadable)  # asks the store, so it comes last
 
     @property
     def unobserved_wait_s(self) -> float:
@@ -318,12 +343,9 @@ class Sealer:
 
         The first call does not ask the store which processes have left, because usually none has.
         """
-        for rank in self._order(entry):
-            if rank == self._me.rank and self._members.names_me:
-                return True
-            if not entry.turn_s or (rank != self._me.rank and self._members.lives(rank)):
-                return False
-        return True
+        order = self._order(entry)
+        before = order[: order.index(self._me.rank)] if self._members.names_me else order
+        return not before or (bool(entry.turn_s) and not self._members.lives_any(before))
 
     def _turns_to_wait(self, entry: EntryState) -> int:
         """Return after how many times the usual wait this replica looks although it is another replica's turn.
@@ -358,11 +380,12 @@ class Sealer:
         is_blocked = entry.blocked is not None or self._seals.is_damaged(entry.index)
         return is_blocked or (seal is not None and self.is_late(entry))
 
-    def check_time(self, entry: EntryState) -> None:
+    def check_time(self, entry: EntryState, seal: Seal | None) -> None:
         """Raise an error if waiting for an entry is pointless or takes too long.
 
         Args:
             entry: the open entry.
+            seal: its seal. None: it had none at the last look, or it could not be read this time.
 
         Raises:
             QuorumTimeoutError: `round_timeout_s` passed without a seal, or without a mean.
@@ -389,6 +412,8 @@ class Sealer:
             return
         timeout_s = self._limits.round_timeout_s
         if self._store.exists(key := keys.seal(entry.index)):
+            if seal is None and not self._seals.misread(entry.index):
+                return  # this process was suspended, and the others have sealed the entry meanwhile
             raise QuorumTimeoutError(
                 f"Round {number} cannot be completed: its seal ({key}), its mean or a contribution is missing or "
                 f"damaged in the store, and no later snapshot exists (waited {timeout_s:g} s). Start a new run from "
@@ -402,20 +427,19 @@ class Sealer:
             if rank not in entry.seen and self._store.count_misreads(keys.contribution(entry.index, rank))
         ]
         missing = [rank for rank in ranks if rank not in entry.seen and rank not in spoilt]
+        forged = ""
+        if spoilt and self._context.proof.is_signed:
+            found = Standstill(number, keys.contribution(entry.index, spoilt[0]))
+            forged = f" {describe_standstill(found, self._store.store.url, has_ended=True)}"
         raise QuorumTimeoutError(
             f"Round {number}: {len(ranks) - len(missing) - len(spoilt)} of {len(ranks)} contributions arrived in "
             f"{timeout_s:g} s, min_quorum is {self._context.min_quorum}. "
             f"Missing ranks: {', '.join(map(str, missing)) or 'none'}."
             + (f" Damaged contributions: ranks {', '.join(map(str, spoilt))}." if spoilt else "")
-            + (f" {self._describe_forgery(entry, spoilt[0])}" if spoilt and self._context.proof.is_signed else ""),
+            + forged,
             round=number,
             missing=missing,
         )
-
-    def _describe_forgery(self, entry: EntryState, rank: int) -> str:
-        """Return a sentence about a forged contribution of a signed run, and how to delete it."""
-        found = Standstill(entry.index + 1, self._context.keys.contribution(entry.index, rank))
-        return describe_standstill(found, self._store.store.url, has_ended=True)
 
     def learn(self, entry: EntryState, waited_s: float) -> None:
         """Update the usual spread of arrivals after a round.

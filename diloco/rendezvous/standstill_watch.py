@@ -111,7 +111,7 @@ class StandstillWatch:
         ranks = [rank for rank in sorted({*expected, self._me.rank}) if rank not in good]
         bad = {rank: key for rank in ranks if self._is_bad(key := keys.contribution(entry, rank))}
         # If the round also waits for a late replica, the user need not act yet.
-        if bad and self._members.still_expected(good) <= good.keys() | bad.keys():
+        if bad and not self._members.misses_any(good, others=bad):
             found += bad.values()
         return list(dict.fromkeys(found))
 

@@ -68,7 +68,8 @@ REPORTS = 20
 QUANTITIES = {
     "requests": "requests of a replica in a round",
     "sealer": "most requests of one replica in a round",
-    "bucket_per_s": "requests to the bucket in a second",
+    "bucket_per_s": "requests to the bucket in a second, on average",
+    "busiest_s": "requests to the bucket in its busiest second",
     "decide_s": "seconds from the last contribution until all replicas have the mean",
     "seal_kb": "kB of a seal",
     "read_kb": "kB that a replica reads in a round besides the model",
@@ -91,6 +92,8 @@ class CountingStore(SimulatedStore):
         self.kinds: Counter[str] = Counter()
         """Requests by the kind of object: the part of the key before the numbers of a rank or of an entry."""
         self.read_bytes: Counter[str] = Counter()
+        self.seconds: Counter[int] = Counter()
+        """Requests by second of the simulation."""
         self.longest_list = 0
         self._at_once: set[object] = set()
         """The processes that ask several questions at once. `map_at_once` waits for the answers of all of them."""
@@ -99,6 +102,7 @@ class CountingStore(SimulatedStore):
         self.asked[self._world.who()] += 1
         self.kinds[next((part for part in reversed(key.split("/")) if part.isalpha()), key)] += 1
         if getcurrent() not in self._at_once:
+            self.seconds[int(self._world.now)] += 1
             super()._before(verb, key, upload_s)
 
     def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
@@ -124,7 +128,9 @@ class CountingStore(SimulatedStore):
         self._at_once.add(me)
         found = [act(thing) for thing in listed]
         self._at_once.discard(me)
-        self._world.sleep(ANSWER_S * math.ceil((self.asked[self._world.who()] - before) / THREADS))
+        asked = self.asked[self._world.who()] - before
+        self.seconds.update(int(self._world.now + number // THREADS * self._answer_s) for number in range(asked))
+        self._world.sleep(self._answer_s * math.ceil(asked / THREADS))
         return iter(found)
 
 
@@ -155,11 +161,13 @@ def rounds_of(n: int) -> dict[str, float]:
     if missing := [key for key in sent if key not in store.created_s]:
         raise RuntimeError(f"{len(missing)} of {n} replicas sent no work in a round, such as {missing[0]}.")
     sent_s = max(store.created_s[key] for key in sent)
+    sealed_s = [store.created_s[run.keys.seal(entry)] for entry in (ROUNDS - 2, ROUNDS - 1)]
     adopted_s = max(process.adopted_s[ROUNDS - 2] for process in run.processes)
     return {
         "requests": fmean(in_round),
         "sealer": max(in_round),
         "bucket_per_s": sum(in_round) / PHASE_S,
+        "busiest_s": max(store.seconds[second] for second in range(*map(int, sealed_s))),
         "decide_s": adopted_s - sent_s,
         "seal_kb": len(seal) / 1e3,
         "read_kb": fmean(read_later.get(name, 0) - read.get(name, 0) for name in names) / 1e3,
@@ -309,19 +317,18 @@ def about(found: Sequence[Cost]) -> str:
         found: all quantities.
     """
     by_name = {cost.name: cost for cost in found}
-    per_s = by_name["bucket_per_s"]
-    largest = max(per_s.values)
-    for_each = per_s.values[largest] / largest
+    largest = max(by_name["bucket_per_s"].values)
+    per_s, busiest_s, decide_s = (by_name[name].values[largest] for name in ("bucket_per_s", "busiest_s", "decide_s"))
     return (
         "Simulated replicas run the real code of the rounds, from one seed. Their clock and their training are "
         "simulated, and a contribution is small. So requests, bytes and the seconds of a round do not depend on the "
         "machine. The seconds of processor time do.\n\n"
-        f"The goal is that N = {GOAL_N:,} is comfortable on an ordinary bucket. If the requests grow like N, "
-        f"N = {GOAL_N:,} makes {for_each * GOAL_N:,.0f} requests in a second. S3 promises {MOST_PER_S:,} writes "
-        f"and {READS_PER_S:,} reads for each prefix. The requests reach {MOST_PER_S:,} in a second at about "
-        f"N = {round(MOST_PER_S / for_each, -2):,.0f}. "
-        f"N = {GOAL_N:,} was not measured: in the only simulation of it, one replica of {GOAL_N:,} sent no work in a "
-        "round. The reason is not known yet.\n\n"
+        f"The goal is that N = {GOAL_N:,} is comfortable on an ordinary bucket. N = {largest:,} makes {per_s:,.0f} "
+        f"requests in a second on average, and {busiest_s:,.0f} in the busiest second of a round. All replicas have "
+        f"the mean {decide_s:.1f} s after the last contribution. S3 promises {MOST_PER_S:,} writes and "
+        f"{READS_PER_S:,} reads in a second for each prefix, and most of these requests are reads. If the requests "
+        f"grow like N, the busiest second has {READS_PER_S:,} requests at about "
+        f"N = {round(READS_PER_S / busiest_s * largest, -2):,.0f}.\n\n"
         f"The bytes of the model end sooner. A mean has at most {MAX_SHARDS} shards, so with more replicas the busiest "
         f"replica of a round reads N / {MAX_SHARDS} models and one more: {models_read(GOAL_N):.0f} models at "
         f"N = {GOAL_N:,}. With 1B parameters in `int4`, and 1 Gbit/s, this takes {models_s(GOAL_N):.0f} s. A smaller "
@@ -340,8 +347,8 @@ def models_s(n: int) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Measure what the number of replicas costs.")
-    parser.add_argument("--rounds-at", nargs="*", type=int, default=[8, 32, 128, 512], metavar="N")
-    parser.add_argument("--views-at", nargs="*", type=int, default=[8, 32, 128, 512, 4096], metavar="N")
+    parser.add_argument("--rounds-at", nargs="*", type=int, default=[8, 32, 128, 512, 1024], metavar="N")
+    parser.add_argument("--views-at", nargs="*", type=int, default=[8, 32, 128, 512, 1024, 4096], metavar="N")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the results to this file")
     chosen = parser.parse_args(arguments)
     logging.disable(logging.WARNING)  # dead replicas cause warnings on purpose

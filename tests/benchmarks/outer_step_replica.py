@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_128
 
 from diloco import DiLoCo
 from diloco.fragments import Fragment, plan_fragments
@@ -49,6 +50,7 @@ def time_step(width: int, layers: int, vocabulary: int, repetitions: int) -> dic
         "floor": lambda: _stream(anchor, momentum, mean),
         "ours": lambda: ours.step(ENTRY, pieces_of(mean)),
         "sgd": theirs.step,
+        "sgd_and_digest": lambda: _step_and_digest(theirs, parameters),
     }
     samples: dict[str, list[float]] = {name: [] for name in methods}
     with torch.no_grad():
@@ -58,6 +60,16 @@ def time_step(width: int, layers: int, vocabulary: int, repetitions: int) -> dic
                 act()
                 samples[name].append(time.perf_counter() - began)
     return {name: taken[1:] for name, taken in samples.items()}
+
+
+def _step_and_digest(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> str:
+    """Step the parameters, and return a digest of them and of their momentum."""
+    optimizer.step()
+    digest = xxh3_128()
+    for tensors in (parameters, [optimizer.state[parameter]["momentum_buffer"] for parameter in parameters]):
+        for tensor in tensors:
+            digest.update(tensor.detach().numpy().data.cast("B"))
+    return digest.hexdigest()
 
 
 def pieces_of(mean: Tensor) -> Iterator[tuple[int, Floats]]:

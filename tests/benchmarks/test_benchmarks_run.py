@@ -25,7 +25,7 @@ PEERS = {
     "S6": None,
     "S9": None,
     "S10": "reading one object after the other",
-    "O1": "floor: read and write two buffers, read one",
+    "O1": "torch.optim.SGD(nesterov, foreach), then a digest of its state",
     "O2": None,
     "Q1": None,
     "Q2": None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from diloco.rendezvous.frames import hash_order
 from diloco.rendezvous.restore import RestoredWork
 from simulation.simulation import Simulation, calm, restored_from
 from simulation.test_accounting import counted_units
@@ -16,15 +17,15 @@ def eight(**changes: object) -> Simulation:
     return calm(world_size=8, snapshot_every=2, step_s=(0.9, 1.1), grace_s=3.0, sharded=True, **changes)
 
 
-def hold(sim: Simulation, for_s: float, after_s: float) -> None:
+def hold(sim: Simulation, for_s: float, after_s: float, rank: int = 7) -> None:
     """Suspend a replica for a while, some time after it has sent its contribution to the sixth entry."""
     until = [0.0]
 
     def begin() -> None:
         until[0] = sim.world.now + for_s
-        sim.world.hold(SLOW, until[0])
+        sim.world.hold(f"rank {rank}.{rank}", until[0])
 
-    sim.store.when_created(sim.keys.contribution(5, 7), lambda: sim.world.at(after_s, begin) if after_s else begin())
+    sim.store.when_created(sim.keys.contribution(5, rank), lambda: sim.world.at(after_s, begin) if after_s else begin())
     sim.run()
     woke = [(at - until[0], what) for at, who, what in sim.world.trace if SLOW in who and at >= until[0]]
     sim.after_waking = woke  # type: ignore[attr-defined]
@@ -46,6 +47,20 @@ def test_a_replica_that_slept_jumps_as_soon_as_it_sees_that_the_mean_was_collect
 def test_a_replica_that_was_suspended_for_longer_than_a_round_may_take_jumps(in_background: bool) -> None:
     sim = eight(entries=[400] * 8, steps_per_entry=2, in_background=in_background)
     hold(sim, 700.0, 0.0)  # raises an error if the replica fails
+
+
+@pytest.mark.parametrize("n_calls", range(1, 16))
+def test_a_replica_may_be_suspended_at_any_call_of_the_store_in_a_round(n_calls: int) -> None:
+    """The suspension is longer than `round_timeout_s`. One call of the store takes a millisecond.
+
+    The replica arrives first, and it is its turn to look for contributions.
+    """
+    rank = hash_order(range(3), "seal", 5)[0]
+    speeds = [1.0 if each == rank else 1.02 for each in range(3)]
+    sim = calm(
+        world_size=3, entries=[20] * 3, step_s=(80.0, 80.1), speeds=speeds, grace_s=60.0, snapshot_every=2,
+    )  # fmt: skip
+    hold(sim, 700.0, n_calls / 1000 - 0.0005, rank)  # raises an error if the replica fails
 
 
 @pytest.mark.parametrize("carry_rounds", [4, None])

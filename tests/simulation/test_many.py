@@ -36,6 +36,18 @@ def test_a_replica_among_many_looks_for_few_contributions() -> None:
     assert looks_of_a_replica(64) < 1.5 * looks_of_a_replica(16)
 
 
+def test_a_replica_that_looks_while_the_others_still_train_takes_part_in_every_round() -> None:
+    """The store is as slow, compared to a round, as an ordinary bucket is for a thousand replicas."""
+    n, rounds, answer_s = 64, 3, 0.5
+    run = Simulation(replace(calm_rounds(n, rounds), answer_s=answer_s), is_traced=False)
+    run.store = store = CountingStore(run.world, answer_s=answer_s)
+    run.map = store.map_at_once
+    run.run()
+    assert (run.live, run.failures) == (set(), [])
+    sent = {(entry, rank) for entry in range(rounds) for rank in range(n)}
+    assert {pair for pair in sent if run.keys.contribution(*pair) not in store.created_s} == set()
+
+
 @pytest.mark.parametrize("n_dead", [1, 8, 9])
 def test_replicas_that_die_silently_cost_a_round_no_more_than_the_grace(n_dead: int) -> None:
     """They are the first replicas in the order of those that may decide the round."""

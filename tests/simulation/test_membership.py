@@ -6,9 +6,10 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from support.patience import ENDLESS
@@ -34,6 +35,8 @@ from simulation.integer_state import BLOCK_ELEMENTS, IntegerState
 from simulation.world import SimulatedStore, World
 
 KEYS = Keys("run", "main")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def retrying_store(store: Any) -> RetryingStore:
@@ -208,14 +211,48 @@ def test_when_all_are_gone_their_newest_attempts_are_expected_that_have_not_left
     for rank in (0, 1, 2):
         store.put(KEYS.claim(rank, 0), b"{}")
         store.put(KEYS.outcome(rank, 0), b"{}")
-    assert members.still_expected({}) == set()
+    assert not members.misses_any({})
     store.put(KEYS.claim(1, 1), b"{}")
     store.put(KEYS.claim(2, 1), b"{}")
     store.put(KEYS.bye(2, 1), b"")
-    assert members.still_expected({}) == {1}
+    assert members.misses_any({})
+    assert not members.misses_any({}, others={1})
     store.put(KEYS.claim(1, 2), b"{}")
     store.put(KEYS.outcome(1, 2), b"{}")
-    assert members.still_expected({}) == set(), "the newest claim is the rank"
+    assert not members.misses_any({}), "the newest claim is the rank"
+
+
+class CountingStore(MemoryStore):
+    """A store in memory that counts reads."""
+
+    n_reads = 0
+
+    def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+        self.n_reads += 1
+        return super().get(key, start=start, size=size)
+
+
+def test_one_missing_replica_that_has_not_left_answers_for_all_that_are_missing() -> None:
+    store = CountingStore()
+    members = Membership(retrying_store(store), KEYS, Identity(0, 1000, 0, "me"))
+    assert members.misses_any({})
+    assert store.n_reads <= 3
+
+
+def test_when_many_have_left_they_are_asked_about_at_once() -> None:
+    store, asked = MemoryStore(), []
+    for rank in range(100):
+        store.put(KEYS.claim(rank, 0), b"{}")
+        store.put(KEYS.bye(rank, 0), b"")
+
+    def at_once(act: Callable[[T], R], things: Iterable[T]) -> Iterator[R]:
+        asked.append(listed := list(things))
+        return map(act, listed)
+
+    members = Membership(retrying_store(store), KEYS, Identity(0, 100, 0, "me"), map=at_once)
+    assert not members.has_live_peer()
+    assert (sum(map(len, asked)), len(asked[0])) == (99, 1)
+    assert len(asked) < 99 / 4
 
 
 def test_the_own_rank_never_counts_as_a_living_peer() -> None:

@@ -148,7 +148,7 @@ def take_zeros_for_a_missing_mean(collect: Any, self: Reducer, entry: Any, seal:
 NEVER_LEFT_OUT, AT_ONCE = "damaged inputs are never left out", "pointers do not wait for seals that agree with them"
 SHOWN_BY = {
     "another nonce changes nothing": 441,
-    "gone is corrupt": 427,
+    "gone is corrupt": 730,
     "rotten inputs are averaged": 96,
     "no replica says bye": 21,
     "skipped entries have no verdict": 461,

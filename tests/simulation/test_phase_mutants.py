@@ -136,9 +136,9 @@ def adopt_one_entry_at_a_look(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("diloco.rendezvous.training_side.EARLY_CONTRIBUTIONS", 1)
 
 
-def never_end_a_wait_out_of_phase(check_time: Any, self: Sealer, entry: Any) -> None:
+def never_end_a_wait_out_of_phase(check_time: Any, self: Sealer, *arguments: Any) -> None:
     if not self._phase.is_out_of_phase:
-        check_time(self, entry)
+        check_time(self, *arguments)
 
 
 def schedule(shown_by: int) -> Callable[[], None]:
@@ -215,7 +215,7 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], object]]] = {
         wrapped(Phase, "count_step", take_what_was_trained_for_a_phase),
         scenes.three_of_ten_steps_tell_how_long_ten_take,
     ),
-    "a learned grace is short": (learn_a_short_grace, schedule(98)),
+    "a learned grace is short": (learn_a_short_grace, schedule(192)),
     "a replica that leaves out of phase waits": (
         replaced(TrainingSide, "leave", wait_before_leaving),
         scenes.a_replica_that_leaves_out_of_phase_does_not_wait,
