@@ -56,7 +56,7 @@ MUTANTS: dict[str, tuple[Patch, int]] = {
         wrapped(TrainingSide, "_merge", keep_the_steps_of_what_was_counted),
         1,
     ),
-    "a job runs although another result has arrived": (do_each_round_and_look, 11156),
+    "a job runs although another result has arrived": (do_each_round_and_look, 140788),
     "the round runner continues to look after its result has arrived": (
         wrapped(RoundRunner, "_prepare_result", look_on_after_a_result),
         1,
