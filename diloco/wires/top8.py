@@ -219,12 +219,14 @@ def _largest(values: Floats, rows: Rows, scratch: EncoderScratch) -> Positions:
     ordered.partition(rows.length - rows.n_sent, axis=1)
     least = ordered[:, rows.length - rows.n_sent, None]
     np.greater_equal(magnitudes, least, out=chosen)
-    if np.count_nonzero(chosen) > rows.n * rows.n_sent:
+    positions = np.flatnonzero(chosen)
+    if len(positions) > rows.n * rows.n_sent:
         for row in np.flatnonzero(np.count_nonzero(chosen, axis=1) > rows.n_sent):
             ties = np.flatnonzero(magnitudes[row] == least[row])
             n_larger = np.count_nonzero(magnitudes[row] > least[row])
             chosen[row, ties[rows.n_sent - n_larger :]] = False
-    return np.flatnonzero(chosen)
+        positions = np.flatnonzero(chosen)
+    return positions
 
 
 def _write(
