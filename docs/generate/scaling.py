@@ -169,7 +169,8 @@ def _goal(runs: Sequence[Run]) -> str:
     if not found:
         return "**No run for this goal has finished yet.** The smaller sizes show what was measured so far."
     word = "reached" if min(found) <= GOAL else "missed"
-    return f"The goal was {word}: the best of {len(found)} runs is {min(found):+.1f} %."
+    which = "the only run" if len(found) == 1 else f"the best of {len(found)} runs"
+    return f"The goal was {word}: {which} is {min(found):+.1f} %."
 
 
 def section(found: Mapping[str, Any]) -> str:
