@@ -125,6 +125,9 @@ class Invariants:
         calls_s = (
             60 * scenario.answer_s + 3 * scenario.upload_s + 1.2
         )  # the pauses between two looks are a second at most
+        if "each" in scenario.wires and any(each.held_s for each in self.processes):
+            # The replica that stores the head of a mean may be suspended. Then each other one waits for its turn.
+            calls_s += scenario.world_size * Limits().takeover_after_s
         if was_out and not adopted and now - began_s > 60 * scenario.answer_s + scenario.upload_s:
             raise Violation(f"I12: {process.name}, out of phase, made no step for {now - began_s:.3f} s")
         if scenario.sharded or (adopted and process.steps.is_final(adopted[-1].round - 1)):
