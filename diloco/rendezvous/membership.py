@@ -469,7 +469,7 @@ class Membership:
         """
         expected = self.expected
         missing = [rank for rank in expected if rank not in known and rank not in others]
-        if not missing or self.waits_for_any(missing):
+        if not missing or self._any(self.is_gone, missing, answer=False):
             return bool(missing)
         sent = {rank: known.get(rank) for rank in expected if rank in known or rank in others}
         if any(head is not None and self.names(rank, head.attempt, head.nonce) for rank, head in sent.items()):
@@ -482,7 +482,7 @@ class Membership:
         Args:
             ranks: the ranks.
         """
-        return self._any(lambda rank: not self.is_gone(rank), [rank for rank in ranks if rank in self.expected])
+        return self._any(self.is_gone, [rank for rank in ranks if rank in self.expected], answer=False)
 
     def is_gone(self, rank: int, attempt: int | None = None) -> bool:
         """Return True if an attempt of a rank, or a later attempt, has written its bye object or its outcome.
@@ -503,8 +503,8 @@ class Membership:
         self._gone.add((rank, attempt))
         return True
 
-    def _any(self, question: Callable[[int], bool], ranks: Sequence[int]) -> bool:
-        """Return True if the answer to a question is True for one of these ranks.
+    def _any(self, question: Callable[[int], bool], ranks: Sequence[int], *, answer: bool = True) -> bool:
+        """Return True if one of these ranks has a certain answer to a question.
 
         Each question costs up to three requests. So the first rank is asked about alone, because its answer usually
         suffices. The others are asked about in groups at once: one after the other, a thousand questions would keep
@@ -513,9 +513,12 @@ class Membership:
         Args:
             question: asks the store about a rank.
             ranks: the ranks.
+            answer: the answer that is looked for. Default True.
         """
-        groups = [ranks[:1], *(ranks[first : first + THREADS] for first in range(1, len(ranks), THREADS))]
-        return any(any(list(self._map(question, group))) for group in groups)
+        for group in (ranks[:1], *(ranks[first : first + THREADS] for first in range(1, len(ranks), THREADS))):
+            if answer in list(self._map(question, group)):
+                return True
+        return False
 
     def _newer_lives(self, rank: int) -> bool:
         """Return True if the newest attempt of a rank is newer than the named one and has not left."""
