@@ -43,6 +43,7 @@ class Heartbeat:
         log: the output whose end is copied every minute. None, the default: nothing is copied.
         is_silent: True writes nothing, as in all members of a replica except member 0. Default False.
         is_speaker: True in a process of a command that reports in the place of its worker. Default False.
+        is_watched: True if the supervisor watches the threads of this process. Default True.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Heartbeat:
         log: LogCopy | None = None,
         is_silent: bool = False,
         is_speaker: bool = False,
+        is_watched: bool = True,
     ) -> None:
         self._replica = replica
         self._log = log
@@ -66,6 +68,7 @@ class Heartbeat:
         self._is_stopped = False
         self._is_silent = is_silent
         self._is_speaker = is_speaker
+        self._is_watched = is_watched
         self._heard = 0
         """The pid of the process of a command whose last report the replica has."""
         self._wakeup = _thread.allocate_lock()  # this lock is held until the thread must look, or end
@@ -87,7 +90,7 @@ class Heartbeat:
         _thread.start_new_thread(self._run, ())
 
     def _run(self) -> None:
-        if self._replica.page is not None and (not self._is_speaker or self._replica.page.watched == os.getpid()):
+        if self._replica.page is not None and self._is_watched:
             self._replica.page.heartbeat_thread = _thread.get_native_id()
         beaten_at = -BEAT_S
         copied_at = time.monotonic()
@@ -134,12 +137,13 @@ class Heartbeat:
     def take_reports(self) -> None:
         """Take the last report of a process of the command, so that the next heartbeat and the outcome have it."""
         page, store = self._replica.page, self._replica.store
-        if self._is_speaker or page is None or page.speaker in (0, self._heard):
+        speaker = 0 if page is None else int(page.speaker)
+        if self._is_speaker or speaker in (0, self._heard):
             return
         with contextlib.suppress(StoreError):
             reported = Beat.parse(store.get(self._key), self._key, store.url).reported
             self._replica.reported |= {name: value for name, value in reported.items() if name != STEPS_PER_S}
-            self._heard = int(page.speaker)
+            self._heard = speaker  # another process may report since the read
             self._written = dict(self._replica.reported)
 
     def beat(self) -> None:

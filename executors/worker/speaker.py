@@ -51,8 +51,7 @@ def speak_for(replica: Replica, environ: Mapping[str, str] = os.environ) -> None
     )
     if page.reports is not None:
         replica.recorder.on_gpu = page.reports.note_gpu
-    be_watched(page)
-    heartbeat = Heartbeat(replica, is_speaker=True)
+    heartbeat = Heartbeat(replica, is_speaker=True, is_watched=be_watched(page))
     heartbeat.start()
     atexit.register(_stop, heartbeat, os.getpid())
     os.register_at_fork(after_in_child=page.detach)

@@ -95,3 +95,28 @@ def test_the_folder_of_a_deleted_run_is_not_made_again(tmp_path: Path) -> None:
     ended = attempt.new_outcome(ReplicaStatus.SUCCEEDED)
     assert attempt.record(ended).status == "succeeded"
     assert not (tmp_path / "run").exists()
+
+
+def test_the_last_report_of_a_process_that_began_to_report_during_a_read_is_taken_too() -> None:
+    page, first, second = SharedPage(), 1001, 1002
+
+    class Store(MemoryStore):
+        def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
+            found = super().get(key, start=start, size=size)
+            page.speaker = second
+            return found
+
+    store = Store()
+    replica = Replica(0, 1, "run", 0, store.url, claimed_nonce="n")
+    replica.__dict__["store"] = store
+    writer = Replica(0, 1, "run", 0, store.url, claimed_nonce="n")
+    writer.__dict__["store"] = store
+    replica.page = page
+    page.speaker = first
+    heartbeat = Heartbeat(replica)
+    for step in (1, 2):
+        writer.report(step=step)
+        Heartbeat(writer, is_speaker=True).beat()
+        heartbeat.take_reports()
+    assert page.speaker == second
+    assert replica.reported["step"] == 2
