@@ -91,7 +91,6 @@ class EncoderScratch:
         self.ordered = np.empty(n_chunks * CHUNK, np.uint32)
         self.chosen = np.empty(n_chunks * CHUNK, np.bool_)
         self.high = np.empty(8 * -(-2 * n_sent // 8), np.bool_)
-        self.numbers = np.arange(n_sent)
 
 
 class Top8:
@@ -246,7 +245,7 @@ def _write(
     high = scratch.high[: 8 * rows.n * rows.high_bytes]
     high.fill(False)
     bits = positions >> 3
-    bits += scratch.numbers[: len(positions)]
+    bits += _numbers(len(positions))
     high[bits] = True
     codes = np.zeros(len(positions) + len(positions) % 2, np.uint8)
     np.copyto(codes[: len(positions)], positions, casting="unsafe")
@@ -313,9 +312,9 @@ def _rows(n_values: int, at_once: int | None = None) -> Iterator[Rows]:
         yield Rows(1, length, _n_sent(length), n_whole * CHUNK, slice(n_whole, n_whole + 1), data)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=6)
 def _numbers(n: int) -> Positions:
-    """Return the whole numbers from 0 to n - 1. Pieces have one length, and a block has a shorter last one."""
+    """Return the whole numbers from 0 to n - 1. A sender and a reader need few lengths: whole pieces and last ones."""
     numbers = np.arange(n)
     numbers.flags.writeable = False
     return numbers
