@@ -470,13 +470,19 @@ def test_no_round_for_five_times_the_usual_time_is_one_notice() -> None:
     assert watch.note([], 600, 0.0) is None
 
 
-def test_a_sender_that_is_killed_while_its_starter_waits_for_it_is_started_again(hook: Webhook, tmp_path: Path) -> None:
-    store = open_store(tmp_path / "runs")
+def notifier_of_an_ended_run(hook: Webhook, folder: Path) -> Notifier:
+    """Return a notifier whose process has started, of a run that has ended."""
+    store = open_store(folder / "runs")
     create_run(LaunchRequest.of("train.py:main", n=1), "otter", store, {"backend": "local"})
     attempt = Attempt(store, "otter", 0)
     attempt.record(attempt.new_outcome(ReplicaStatus.SUCCEEDED, finished_at=1000.0))
     notifier = Notifier(NotifierSpec(store.url, "otter", (hook.url,)))
     notifier.start()
+    return notifier
+
+
+def test_a_sender_that_is_killed_while_its_starter_waits_for_it_is_started_again(hook: Webhook, tmp_path: Path) -> None:
+    notifier = notifier_of_an_ended_run(hook, tmp_path)
     notifier.close()
     assert notifier.pid is not None
     os.kill(notifier.pid, signal.SIGKILL)
@@ -485,12 +491,7 @@ def test_a_sender_that_is_killed_while_its_starter_waits_for_it_is_started_again
 
 
 def test_the_last_line_starts_a_sender_again_that_has_just_died(hook: Webhook, tmp_path: Path) -> None:
-    store = open_store(tmp_path / "runs")
-    create_run(LaunchRequest.of("train.py:main", n=1), "otter", store, {"backend": "local"})
-    attempt = Attempt(store, "otter", 0)
-    attempt.record(attempt.new_outcome(ReplicaStatus.SUCCEEDED, finished_at=1000.0))
-    notifier = Notifier(NotifierSpec(store.url, "otter", (hook.url,)))
-    notifier.start()
+    notifier = notifier_of_an_ended_run(hook, tmp_path)
     assert notifier.pid is not None
     os.kill(notifier.pid, signal.SIGKILL)
     os.waitpid(notifier.pid, 0)
