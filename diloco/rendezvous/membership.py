@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any, Literal, Self
@@ -417,15 +417,7 @@ class Membership:
 
     def has_live_peer(self) -> bool:
         """Return True if a named process of another rank seems to be alive."""
-        return self.lives_any(self.expected)
-
-    def lives_any(self, ranks: Iterable[int]) -> bool:
-        """Return True if the named process of one of these ranks seems to be alive. This process does not count.
-
-        Args:
-            ranks: expected ranks.
-        """
-        return self._any(self.lives, [rank for rank in ranks if rank != self._me.rank])
+        return self.any_of(self.lives, [rank for rank in self.expected if rank != self._me.rank])
 
     def is_behind(self) -> bool:
         """Return True if this replica is out of phase: the newest seal names other live processes, and not this one.
@@ -469,20 +461,13 @@ class Membership:
         """
         expected = self.expected
         missing = [rank for rank in expected if rank not in known and rank not in others]
-        if not missing or self._any(self.is_gone, missing, answer=False):
+        if not missing or self.any_of(self.is_gone, missing, answer=False):
             return bool(missing)
         sent = {rank: known.get(rank) for rank in expected if rank in known or rank in others}
         if any(head is not None and self.names(rank, head.attempt, head.nonce) for rank, head in sent.items()):
             return False
-        return not self.waits_for_any(sent) and self._any(self._newer_lives, missing)
-
-    def waits_for_any(self, ranks: Iterable[int]) -> bool:
-        """Return True if one of these ranks is expected and has not left.
-
-        Args:
-            ranks: the ranks.
-        """
-        return self._any(self.is_gone, [rank for rank in ranks if rank in self.expected], answer=False)
+        have_all_left = not self.any_of(self.is_gone, [*sent], answer=False)
+        return have_all_left and self.any_of(self._newer_lives, missing)
 
     def is_gone(self, rank: int, attempt: int | None = None) -> bool:
         """Return True if an attempt of a rank, or a later attempt, has written its bye object or its outcome.
@@ -503,8 +488,8 @@ class Membership:
         self._gone.add((rank, attempt))
         return True
 
-    def _any(self, question: Callable[[int], bool], ranks: Sequence[int], *, answer: bool = True) -> bool:
-        """Return True if one of these ranks has a certain answer to a question.
+    def any_of(self, question: Callable[[int], bool], ranks: Sequence[int], *, answer: bool = True) -> bool:
+        """Return True if the answer to a question is as given for one of these ranks.
 
         Each question costs up to three requests. So the first rank is asked about alone, because its answer usually
         suffices. The others are asked about in groups at once: one after the other, a thousand questions would keep
@@ -512,8 +497,11 @@ class Membership:
 
         Args:
             question: asks the store about a rank.
-            ranks: the ranks.
+            ranks: expected ranks.
             answer: the answer that is looked for. Default True.
+
+        Example:
+            members.any_of(members.is_gone, [3, 7], answer=False)
         """
         for group in (ranks[:1], *(ranks[first : first + THREADS] for first in range(1, len(ranks), THREADS))):
             if answer in list(self._map(question, group)):

@@ -38,7 +38,8 @@ LOOKS_PER_S = 2000
 A bucket answers some thousand requests in a second, and a thousand replicas wait for a round at the same time.
 """
 ASK_AGAIN_S, ANSWERS_PER_QUESTION, PAUSES_PER_QUESTION = 0.1, 20, 4
-"""The shortest time, in seconds, between two questions which peers have left.
+"""The shortest time between two questions which peers have left: in seconds, in answers of the store, and in the
+shortest pauses of this run. The longest of the three counts.
 
 Each of these questions costs three requests, and peers rarely leave.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
@@ -205,10 +205,14 @@ class Sealer:
         unreadable = entry.unreadable_ranks
         good = {r: head for r, (head, _) in entry.seen.items() if head.anchor == anchor and r not in unreadable}
         # A replica in the minority gives the others twice the grace to decide, because its own anchor may be wrong.
+        # This call also begins the grace, so it comes before the end of a look at a late replica.
         is_over = self._is_over(entry, good, now, grace_factor=2 if theirs > ours else 1)
         if not has_looked_at_all:
             return SealingResult.OPEN
-        if not self._may_decide(good, unreadable, is_over=is_over):
+        # If no replica has any work to send, the replicas themselves are counted.
+        n_sent = sum(head.weight > 0 for head in good.values()) or len(good)
+        is_enough = is_over and n_sent >= max(1, self._context.min_quorum)
+        if not is_enough and (not n_sent or self._members.misses_any(good, others=unreadable)):
             if is_over:
                 # Too few contributions are readable to decide. Perhaps only the readings were wrong, so wait.
                 entry.misread.clear()
@@ -236,7 +240,8 @@ class Sealer:
             list(self._context.map(lambda rank: self.look_at_contribution(entry, rank), group))
             entry.looked_to = group[-1]
             known = entry.seen.keys() | entry.unreadable_ranks
-            if is_running and self._members.waits_for_any(rank for rank in group if rank not in known):
+            late = [rank for rank in group if rank in self._members.expected and rank not in known]
+            if is_running and self._members.any_of(self._members.is_gone, late, answer=False):
                 return False
         return True
 
@@ -269,21 +274,6 @@ class Sealer:
             return False
         since_s = entry.began_s if entry.published_s is None else entry.published_s
         return since_s is not None and now - since_s >= self.unobserved_wait_s
-
-    def _may_decide(self, good: Mapping[int, Contribution], unreadable: Set[int], *, is_over: bool) -> bool:
-        """Return True if no contribution is missing, or if the wait has ended and enough replicas have sent work.
-
-        If no replica has any work to send, the replicas themselves are counted.
-
-        Args:
-            good: the contributions that can count, by rank.
-            unreadable: the ranks whose contributions are permanently damaged. Nothing waits for them.
-            is_over: True if the wait for missing replicas has ended.
-        """
-        n_sent = sum(head.weight > 0 for head in good.values()) or len(good)
-        if is_over and n_sent >= max(1, self._context.min_quorum):
-            return True
-        return n_sent > 0 and not self._members.misses_any(good, others=unreadable)  # asks the store, so it comes last
 
     @property
     def unobserved_wait_s(self) -> float:
@@ -345,7 +335,8 @@ class Sealer:
         """
         order = self._order(entry)
         before = order[: order.index(self._me.rank)] if self._members.names_me else order
-        return not before or (bool(entry.turn_s) and not self._members.lives_any(before))
+        others = [rank for rank in before if rank != self._me.rank]
+        return not before or (bool(entry.turn_s) and not self._members.any_of(self._members.lives, others))
 
     def _turns_to_wait(self, entry: EntryState) -> int:
         """Return after how many times the usual wait this replica looks although it is another replica's turn.

@@ -10,11 +10,8 @@ from support.round_walk import walk_of_a_round
 
 from executors import launch
 
-MOST_FRAMES = 12
-"""Calls of product functions between the begin of a round and a call of the store.
-
-The deepest calls ask whether a replica that is late has left. They occur only if one of the two replicas is late.
-"""
+MOST_FRAMES = 9
+"""Calls of product functions between the begin of a round and a call of the store."""
 MOST_FILES = {"in turn": 22, "in a round thread": 23}
 """Files of `diloco/` that a round passes: one more if there is a round thread."""
 
