@@ -45,6 +45,11 @@ Such a round has one phase instead of two.
 MAX_SHARDS = 64
 RANGE_BYTES = 8 << 20
 """The bytes that one request reads."""
+PIECE_BYTES, MOST_PIECES = 512 << 10, 4
+"""The least size of a piece of an input, and the largest number of pieces.
+
+The next piece is read while one is averaged.
+"""
 SNAPSHOT_PART_BYTES = 64 << 20
 REQUESTS_IN_TURN = {"small": 10, "sharded": 17}
 """For each kind of round, the number of requests that must follow one another."""
@@ -253,7 +258,7 @@ class RoundCost:
     requests_s: float
     """The seconds of latency of requests that wait for each other."""
     processor_s: float
-    """The seconds of computation."""
+    """The seconds of computation, without the part that runs while the link moves the inputs of a mean."""
     noticing_s: float
     """The average seconds between the creation of an object and the next read that looks for it."""
     up: float
@@ -372,6 +377,7 @@ def round_cost(workload: Workload, choice: Choice) -> RoundCost:
     is_stored = choice.resolved_mean_wire != EACH
     v = BYTES_PER_ELEMENT[choice.resolved_mean_wire] if is_stored else 0.0
     part = 1.0  # the share of the fragment whose mean one replica computes
+    pieces = 1
     if is_stored and elements * max(w, v) <= SMALL_BYTES:
         # All replicas wait for one replica, which reads the contributions of the others, and sends the mean inside the
         # seal.
@@ -383,13 +389,17 @@ def round_cost(workload: Workload, choice: Choice) -> RoundCost:
         up, down = elements * (w + part * v), elements * ((n - 1) * part * w + (1 - part) * v)
         link_s = up / link.up + down / link.down
         requests = REQUESTS_IN_TURN["sharded"]
+        pieces = max(1, min(MOST_PIECES, int(elements * part * w) // PIECE_BYTES))
     requests_s = requests * link.latency_s
-    cost = 1 / cpu.encode + n * part / cpu.accumulate + 1 / cpu.decode + 1 / cpu.step
+    size = 4 * elements
+    encode_s, add_s, decode_s = size / cpu.encode, n * part * size / cpu.accumulate, size / cpu.decode
     if choice.wire == SPARSE_WIRE:
-        cost = 1 / (SPARSE_ENCODE * cpu.encode) + n * part / (SPARSE_ACCUMULATE * cpu.accumulate) + 1 / cpu.decode
         # to compute the rest, the sender decodes its own contribution, which takes longer than with int8
-        cost += 1 / (SPARSE_DECODE * cpu.decode) + 1 / cpu.step
-    processor_s = 4 * elements * cost
+        encode_s = encode_s / SPARSE_ENCODE + decode_s / SPARSE_DECODE
+        add_s /= SPARSE_ACCUMULATE
+    inputs_s = (n - 1) * part * elements * w / link.down
+    add_s -= (1 - 1 / pieces) * min(add_s, inputs_s)
+    processor_s = encode_s + add_s + decode_s + size / cpu.step
     # The pauses between two reads grow with the wait, up to one second. Each phase of the round loses half a pause on
     # average.
     noticing_s = 2 * min(0.5, 0.15 * (link_s + requests_s + processor_s))

@@ -10,9 +10,10 @@ with other inputs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import zip_longest
 from typing import TypeVar
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy as np
 from diloco.rendezvous.envelope import BadRecordError
 from diloco.rendezvous.frames import READ_TRIES, Contribution, MeanHead, Seal, SealedReplica
 from diloco.rendezvous.frames import head_bytes as head_bytes_of
-from diloco.rendezvous.reduction import BadInputError, BlockFormat, ShardInput, Write, is_mean
+from diloco.rendezvous.reduction import BadInputError, ShardInput, Write, is_mean
 from diloco.rendezvous.round import Context, EntryState, ShardRange, owners
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ class Reducer:
         self._keys = context.keys
         self._me = context.me
         self._proof = context.proof
-        self._usual_s = 0.0
+        self._usual_s: float | None = None
+        """The usual time from the seal to the whole mean. None: not known yet."""
         self.takeover_after_s = context.limits.takeover_after_s
         """Seconds that this replica waits for another replica's shard or seal before it makes that object itself."""
 
@@ -79,7 +81,9 @@ class Reducer:
         asks = entry.sealed_s is not None and now >= entry.ask_s
         if asks or entry.sealed_s is None:
             entry.ask_s = now + self._context.ask_again_s
-        entry.sealed_s = now if entry.sealed_s is None else entry.sealed_s
+        if entry.sealed_s is None:
+            entry.sealed_s = now
+            self._wait_longer_than(entry.move_s)
         orders = [owners(entry.index, seal.owners, shard) for shard in range(seal.shards)]
         missing = sorted(
             set(range(seal.shards)) - entry.means.keys(), key=lambda shard: orders[shard][0] != self._me.rank
@@ -102,9 +106,20 @@ class Reducer:
                 if asks and self._store.peek(next_seal, size=0) is not None:
                     entry.blocked = self._keys.mean(entry.index, shards[0])
                 return None
-        self._usual_s = 0.8 * self._usual_s + 0.2 * (self._context.clock() - entry.sealed_s)
-        self.takeover_after_s = max(2 * self._usual_s, self._context.limits.takeover_after_s)
+        taken_s = self._context.clock() - entry.sealed_s
+        self._usual_s = taken_s if self._usual_s is None else 0.8 * self._usual_s + 0.2 * taken_s
+        self._wait_longer_than(self._usual_s)
         return [entry.means[shard] for shard in range(seal.shards)]
+
+    def _wait_longer_than(self, seconds: float) -> None:
+        """Choose the time after which this replica takes over: twice the expected time of the others.
+
+        Args:
+            seconds: the time that this replica needed to send its contribution, or that earlier means took. The owner
+                of a shard reads about as many bytes as it has sent before.
+        """
+        limit_s = self._context.limits.takeover_after_s
+        self.takeover_after_s = max(limit_s, 2 * seconds, 2 * (self._usual_s or 0.0))
 
     def _is_due(self, entry: EntryState, seal: Seal, order: list[int], *, asks: bool) -> bool:
         """Return True if this replica must compute a missing shard now.
@@ -281,17 +296,18 @@ class Reducer:
         Raises:
             InputGoneError: an input was deleted.
         """
-        layout, part = entry.layout, entry.layout.shard(shard, seal.shards)
-        blocks = layout.blocks(part.n_elements, self._proof)
         mine = self._memory_of_mine(entry, seal, shard)
-        out = np.empty(part.mean_bytes, np.uint8).data if mine is None else mine
+        size = entry.layout.shard(shard, seal.shards).mean_bytes
+        out = np.empty(size, np.uint8).data if mine is None else mine
 
-        def reduce(inputs: Sequence[ShardInput], left_out: tuple[int, ...]) -> tuple[MeanHead, memoryview]:
-            if mine is not None:
-                entry.overwritten.add(shard)
-            return self._reduced(inputs, out, blocks, left_out), out
+        def reduce(members: Collection[int]) -> tuple[MeanHead, memoryview]:
+            try:
+                return self._reduced(entry, seal, shard, members, out), out
+            finally:
+                if mine is not None:
+                    entry.overwritten.add(shard)
 
-        return self._with_inputs(entry, seal, shard, reduce)
+        return self._without_bad_inputs(entry, seal, reduce)
 
     def _stream(self, entry: EntryState, seal: Seal, shard: int) -> MeanHead | None:
         """Compute a shard block by block into the store, and return its head. None: another replica had already created
@@ -301,41 +317,78 @@ class Reducer:
             InputGoneError: an input was deleted.
         """
         layout, part = entry.layout, entry.layout.shard(shard, seal.shards)
-        blocks, key = layout.blocks(part.n_elements, self._proof), self._keys.mean(entry.index, shard)
+        key = self._keys.mean(entry.index, shard)
         out = np.empty(min(part.mean_bytes, layout.mean_block_bytes), np.uint8).data
         head_bytes = head_bytes_of(part.end_block - part.first_block)
 
-        def reduce(inputs: Sequence[ShardInput], left_out: tuple[int, ...]) -> MeanHead | None:
+        def reduce(members: Collection[int]) -> MeanHead | None:
             heads: list[MeanHead] = []
 
             def produce(write: Write) -> bytes:
-                heads.append(self._reduced(inputs, out, blocks, left_out, write))
+                heads.append(self._reduced(entry, seal, shard, members, out, write))
                 return heads[-1].head(key, self._proof)
 
             self._store.create_streamed(key, head_bytes, head_bytes + part.mean_bytes, produce)
             return heads[-1] if heads else None
 
-        return self._with_inputs(entry, seal, shard, reduce)
+        return self._without_bad_inputs(entry, seal, reduce)
 
     def _reduced(
         self,
-        inputs: Sequence[ShardInput],
+        entry: EntryState,
+        seal: Seal,
+        shard: int,
+        members: Collection[int],
         out: memoryview,
-        blocks: BlockFormat,
-        left_out: tuple[int, ...],
         write: Write | None = None,
     ) -> MeanHead:
-        """Compute a shard, and return its head."""
-        clipped: set[int] = set()
-        digests = self._context.reduce(inputs, out, blocks, write, clipped)
-        return MeanHead(digests, left_out, blocks.mean_wire.name, tuple(sorted(clipped)))
+        """Compute a shard, and return its head.
 
-    def _with_inputs(
-        self, entry: EntryState, seal: Seal, shard: int, act: Callable[[Sequence[ShardInput], tuple[int, ...]], T]
-    ) -> T:
-        """Call a function with the inputs of a shard and the ranks that must be left out, and return its result.
+        Args:
+            members: the ranks whose inputs are averaged.
+            out: memory for the mean, or for one block of it if there is a `write`.
+            write: called with each block of the mean.
 
-        A bad input is read again, and is left out after `READ_TRIES` wrong readings.
+        Raises:
+            BadInputError: an input must be left out.
+            InputGoneError: an input was deleted.
+        """
+        layout = entry.layout
+        digests, clipped, at = list[str](), set[int](), 0
+        for piece, inputs in self._pieces(entry, seal, shard, members):
+            blocks = layout.blocks(piece.n_elements, self._proof)
+            place = out[at : at + piece.mean_bytes] if write is None else out
+            digests += self._context.reduce(inputs, place, blocks, write, clipped)
+            at += piece.mean_bytes
+        left_out = tuple(sorted(set(seal.inputs) - set(members)))
+        return MeanHead(tuple(digests), left_out, layout.mean_wire.name, tuple(sorted(clipped)))
+
+    def _pieces(
+        self, entry: EntryState, seal: Seal, shard: int, members: Collection[int]
+    ) -> Iterator[tuple[ShardRange, list[ShardInput]]]:
+        """Yield the pieces of a shard with their inputs.
+
+        If the store is remote, the next piece is read while the caller averages one. A directory has no such wait, and
+        a shard in it is one piece.
+        """
+        whole = entry.layout.shard(shard, seal.shards)
+        pieces = [whole] if self._store.maps else entry.layout.pieces(whole)
+
+        def begin(piece: ShardRange) -> Iterator[ShardInput]:
+            return iter(self._context.map(lambda rank: self._input(entry, seal, rank, shard, piece), members))
+
+        reading = begin(pieces[0])
+        for piece, following in zip_longest(pieces, pieces[1:]):
+            inputs = list(reading)
+            if following is not None:
+                reading = begin(following)
+            yield piece, inputs
+
+    def _without_bad_inputs(self, entry: EntryState, seal: Seal, act: Callable[[Collection[int]], T]) -> T:
+        """Call a function with the ranks that a mean contains, and return its result.
+
+        If an input is bad, call the function again, which then reads the inputs again. After `READ_TRIES` wrong
+        readings of an input, it is left out.
 
         Args:
             act: the function. It may raise `BadInputError`.
@@ -343,27 +396,25 @@ class Reducer:
         Raises:
             InputGoneError: an input was deleted.
         """
-        members, tries = seal.inputs, dict[int, int]()
+        members, tries = list(seal.inputs), dict[int, int]()
         while True:
             try:
-                inputs = list(self._context.map(lambda rank: self._input(entry, seal, rank, shard), members))
-                return act(inputs, tuple(sorted(set(seal.inputs) - set(members))))
+                return act(members)
             except BadInputError as bad:
                 tries[bad.rank] = tries.get(bad.rank, 0) + 1
                 if tries[bad.rank] >= READ_TRIES:
                     if bad.rank not in entry.warned:
                         entry.warned.add(bad.rank)
                         log.warning("%s The mean of round %s does not include it.", bad, entry.index + 1)
-                    del members[bad.rank]
+                    members.remove(bad.rank)
 
-    def _input(self, entry: EntryState, seal: Seal, rank: int, shard: int) -> ShardInput:
-        """Return the input of one rank for a shard, from memory or from the store.
+    def _input(self, entry: EntryState, seal: Seal, rank: int, shard: int, part: ShardRange) -> ShardInput:
+        """Return the input of one rank for a part of a shard, from memory or from the store.
 
         Raises:
             BadInputError: the contribution is not the sealed one, or was cut off.
             InputGoneError: the contribution was deleted.
         """
-        part = entry.layout.shard(shard, seal.shards)
         blocks = slice(part.first_block, part.end_block)
         member = seal.replicas[rank]
         if rank == self._me.rank and shard not in entry.overwritten:

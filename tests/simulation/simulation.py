@@ -198,6 +198,7 @@ class Simulation(Invariants):
                 round_timeout_s=600.0,
                 small_bytes=0 if scenario.sharded else 1 << 20,
                 block_elements=BLOCK_ELEMENTS,
+                piece_bytes=1,  # so each block of an input is a piece of its own, up to the largest number of pieces
             ),
             # Replicas that all compute a mean come to the same bits, because the order of the operations is fixed.
             reduce=_reduce_of_host(process.slot) if self.layout.stores_mean else weighted_mean,

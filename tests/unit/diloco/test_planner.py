@@ -38,7 +38,7 @@ from diloco.planner import (
     with_hiding_overlap,
 )
 from diloco.rendezvous import frames, snapshot
-from diloco.rendezvous.round import Layout, Limits
+from diloco.rendezvous.round import MOST_PIECES, Layout, Limits
 from diloco.wires import DEFAULT_MEAN_WIRE, MEAN_WIRES, WIRES
 from executors.cli.plan import DEFAULT_OUTER
 from executors.store.s3.store import MAX_PUT_BYTES
@@ -66,12 +66,13 @@ def test_the_parts_of_a_sharded_round_are_those_of_the_formula() -> None:
     assert cost.down == pytest.approx(sent * (7 * part + 1 - part))
     assert cost.link_s == pytest.approx(cost.up / 210e6 + cost.down / 260e6) == pytest.approx(8.0, abs=0.05)
     assert cost.requests_s == pytest.approx(17 * 0.048)
+    last_quarter = 8 * part / 5 / 4  # the rest of the sum is computed while the inputs are read
     assert (
-        cost.processor_s == pytest.approx(2.6 * (1 / 1.5 + 8 * part / 5 + 1 / 5 + 1 / 1.5)) == pytest.approx(4.51, 1e-2)
+        cost.processor_s == pytest.approx(2.6 * (1 / 1.5 + last_quarter + 1 / 5 + 1 / 1.5)) == pytest.approx(4.12, 1e-2)
     )
     assert cost.noticing_s == 2 * 0.5
     assert cost.seconds == cost.link_s + cost.requests_s + cost.processor_s + cost.noticing_s
-    assert cost.seconds == pytest.approx(14.3, abs=0.05)
+    assert cost.seconds == pytest.approx(13.9, abs=0.05)
 
 
 @given(elements=st.integers(1, 200 << 20), n=st.integers(1, 100), wire=NAMES)
@@ -326,6 +327,7 @@ def test_the_numbers_are_those_of_the_wires_and_of_the_rendezvous() -> None:
     assert {name: wire.size(1 << 20) / (1 << 20) for name, wire in WIRES.items()} == BYTES_PER_ELEMENT
     assert planner.MEAN_WIRES == DEFAULT_MEAN_WIRE
     assert (Limits().block_elements, Limits().small_bytes) == (planner.BLOCK_ELEMENTS, planner.SMALL_BYTES)
+    assert (Limits().piece_bytes, MOST_PIECES) == (planner.PIECE_BYTES, planner.MOST_PIECES)
     assert planner.SHORT_ROUND_STEPS == settings.SHORT_ROUND_STEPS
     assert planner.SHORT_PLAN_OUTER == settings.SHORT_PLAN_OUTER
     assert planner.PAPER_OUTER == settings.PAPER_OUTER == DEFAULT_OUTER
