@@ -29,9 +29,9 @@ from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.phase import RoundPlan
 from diloco.rendezvous.restore import RestoredWork
-from diloco.rendezvous.retrying_store import RetryingStore
+from diloco.rendezvous.retrying_store import RetryingStore, is_local_store, read_ahead
 from diloco.rendezvous.round import Background
-from diloco.rendezvous.snapshot import DTYPES, decode_part, digest_of, encode_part, parts_of
+from diloco.rendezvous.snapshot import DTYPES, PART_BYTES, decode_part, digest_of, encode_part, parts_of, proven_part
 from diloco.rendezvous.training_state import Array, Arrays
 from diloco.save_schedule import SaveSchedule
 from diloco.tensor_names import is_dtensor
@@ -235,7 +235,7 @@ class AttachedState:
         if self.kept is not None and loads:
             try:
                 with reading("state"):
-                    state = from_arrays(self.kept.arrays, f"attached/{name}")
+                    state = from_arrays(self.kept.arrays, f"attached/{name}", takes=True)
                     kept_lead = typed(int, from_arrays(self.kept.arrays, f"lead/{name}") or 0)
             except BadRecordError as error:
                 log.warning("rank %s: the saved state of %r cannot be read: %s", self._me.rank, name, error)
@@ -433,7 +433,7 @@ class AttachedState:
     def _upload(self, position: int, steps: int, arrays: Arrays, since: Sequence[int]) -> int:
         """Store a record and its tensors. Return the number of parts, or 0 if the store failed."""
         store, me = self._store.for_thread(), self._me
-        parts = [encode_part(part) for part in parts_of(dict(_cut(arrays)), OWN_PART_BYTES)]
+        parts = [encode_part(part) for part in parts_of(dict(_cut(arrays)), min(PART_BYTES, OWN_PART_BYTES))]
         digest, *more = (digest_of(part, self._proof) for part in parts)
         about = {"rank": me.rank, "attempt": me.attempt, "position": position, "uncounted_since": since, "steps": steps}
         record = {**about, "digest": digest, **({"more": more} if more else {})}
@@ -506,19 +506,36 @@ class AttachedState:
             with reading("record of an attached state"):
                 since = [min(position, typed(int, entry)) for entry in typed(list, fields.get("uncounted_since", []))]
                 steps = max(0, typed(int, fields.get("steps", 0)))
+                digests = [fields["digest"], *typed(list, fields.get("more", []))]
+                named = [
+                    (keys.own_state_tensors(self._me.rank, position, attempt, index, self._member), typed(str, digest))
+                    for index, digest in enumerate(digests)
+                ]
                 arrays: dict[str, Array] = {}
-                for index, digest in enumerate([fields["digest"], *typed(list, fields.get("more", []))]):
-                    part = self._store.peek(
-                        keys.own_state_tensors(self._me.rank, position, attempt, index, self._member)
-                    )
-                    if not part:
+                for part in read_ahead(self._store, self._read_part, named):
+                    if part is None:
                         return None
-                    if self._proof.digest(part) != digest:
-                        raise ValueError("a part has other bytes than were written")
-                    arrays |= decode_part(part)
+                    arrays |= part
                 return SavedState(position, _joined(arrays), since, steps)
         self._store.record_misread(key, record)
         return None
+
+    def _read_part(self, named: tuple[str, str]) -> dict[str, Array] | None:
+        """Return the arrays of one part. None: it is missing, or has other bytes than were written.
+
+        Objects of a remote store are copied here, because other threads read the next parts in the same time.
+
+        Args:
+            named: the key and the digest of the part.
+
+        Raises:
+            BadRecordError: the part was written in another format.
+        """
+        data = proven_part(self._store, *named, self._proof, tries=1)
+        arrays = {} if data is None else decode_part(data)
+        if not is_local_store(self._store.store):
+            arrays = {name: np.array(values) for name, values in arrays.items()}
+        return None if data is None else arrays
 
 
 def _cut(arrays: Arrays) -> Iterator[tuple[str, Array]]:
@@ -606,19 +623,21 @@ def to_arrays(state: Any, prefix: str) -> dict[str, Array]:
     return {**arrays, f"{prefix}/json": np.frombuffer(text.encode(), np.uint8)}
 
 
-def from_arrays(arrays: Mapping[str, Array], prefix: str) -> Any | None:
+def from_arrays(arrays: Mapping[str, Array], prefix: str, *, takes: bool = False) -> Any | None:
     """Return the state whose arrays `to_arrays` returned, with copies of the tensors. None: no state was saved under
     this prefix.
 
     Args:
         arrays: the arrays by name.
         prefix: the prefix that `to_arrays` was given.
+        takes: True: the caller does not need the arrays any more, so arrays that can be written become the tensors.
 
     Example:
         optimizer.load_state_dict(from_arrays(arrays, "attached/optimizer"))
     """
     text = arrays.get(f"{prefix}/json")
-    return None if text is None else _unflatten(json.loads(text.tobytes()), arrays)
+    copied = (lambda values: values if values.flags.writeable else np.array(values)) if takes else np.array
+    return None if text is None else _unflatten(json.loads(text.tobytes()), arrays, copied)
 
 
 def _flatten(value: Any, arrays: dict[str, Array], prefix: str, where: str) -> Any:
@@ -658,16 +677,16 @@ def _added(values: Array, arrays: dict[str, Array], prefix: str) -> str:
     return name
 
 
-def _unflatten(value: Any, arrays: Mapping[str, Array]) -> Any:
+def _unflatten(value: Any, arrays: Mapping[str, Array], copied: Callable[[Array], Array]) -> Any:
     if not isinstance(value, dict):
         return value
     if "dict" in value:
-        return {key: _unflatten(item, arrays) for key, item in value["dict"]}
+        return {key: _unflatten(item, arrays, copied) for key, item in value["dict"]}
     if "list" in value:
-        return [_unflatten(item, arrays) for item in value["list"]]
+        return [_unflatten(item, arrays, copied) for item in value["list"]]
     if "tuple" in value:
-        return tuple(_unflatten(item, arrays) for item in value["tuple"])
+        return tuple(_unflatten(item, arrays, copied) for item in value["tuple"])
     if "array" in value:
-        return np.array(arrays[value["array"]])
-    tensor = torch.from_numpy(np.array(arrays[value["tensor"]]))
+        return copied(arrays[value["array"]])
+    tensor = torch.from_numpy(copied(arrays[value["tensor"]]))
     return tensor.view(torch.bfloat16) if value["dtype"] == "bfloat16" else tensor

@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from mmap import mmap
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -45,6 +47,8 @@ WAITED_FOR = {
 """For each kind of call, the text that names the wait while such calls fail."""
 THREADS = 8
 """The number of parallel reads. The connection pool of the S3 store has room for 8 large reads at a time."""
+READS_AHEAD = 2
+"""The number of parts of a state that are read while another part is used. Each of them needs memory."""
 
 
 class _Misread(NamedTuple):
@@ -337,6 +341,30 @@ class ParallelMap:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
+
+
+def read_ahead(store: RetryingStore, read: Callable[[T], R], things: Sequence[T]) -> Iterator[R]:
+    """Yield what a function reads for each thing, in order. If the store is remote, the next things are read in other
+    threads while the caller works on one.
+
+    Args:
+        store: the store from which the function reads.
+        read: the function.
+        things: its arguments.
+
+    Example:
+        for part in read_ahead(store, store.peek, keys): ...
+    """
+    if is_local_store(store.store) or len(things) < 2:
+        yield from map(read, things)
+        return
+    with ThreadPoolExecutor(READS_AHEAD, "diloco reads ahead") as pool:
+        following = iter(things)
+        ahead = deque(pool.submit(read, thing) for thing in islice(following, READS_AHEAD))
+        while ahead:
+            found = ahead.popleft().result()
+            ahead.extend(pool.submit(read, thing) for thing in islice(following, 1))
+            yield found
 
 
 def is_local_store(store: Store) -> bool:

@@ -21,7 +21,7 @@ import numpy as np
 from diloco.rendezvous.envelope import BadRecordError, Buffer, Proof, frame, reading, typed, unframe
 from diloco.rendezvous.frames import READ_TRIES, Seal, hash_order, matching
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.retrying_store import RetryingStore
+from diloco.rendezvous.retrying_store import RetryingStore, read_ahead
 from diloco.rendezvous.round import Context
 from diloco.rendezvous.training_state import Agreement, Array, Arrays
 from executors.errors import StoreError
@@ -133,22 +133,37 @@ def get_parts(
         pointer: the pointer of the snapshot.
         proof: the kind of digests.
     """
+    named = [(keys.part(entry, pointer.nonce, index), digest) for index, digest in enumerate(pointer.parts)]
     arrays: dict[str, Array] = {}
-    for index, digest in enumerate(pointer.parts):
-        key = keys.part(entry, pointer.nonce, index)
-        for _ in range(READ_TRIES):
-            data = store.peek(key)
-            if data is not None and proof.digest(data) == digest:
-                break
-            if data is not None:
-                store.record_misread(key, data)
-        else:
+    for data in read_ahead(store, lambda part: proven_part(store, *part, proof), named):
+        if data is None:
             return None
         try:
             arrays.update(decode_part(data))
         except BadRecordError:
             return None
     return arrays
+
+
+def proven_part(
+    store: RetryingStore, key: str, digest: str, proof: Proof, tries: int = READ_TRIES
+) -> memoryview | None:
+    """Return a part of a state. None: it is missing, or it has other bytes than were written.
+
+    Args:
+        store: the store of the run.
+        key: the key of the part.
+        digest: the digest of the part.
+        proof: the kind of digest.
+        tries: the number of wrong readings after which the part counts as damaged.
+    """
+    for _ in range(tries):
+        data = store.peek(key)
+        if data is not None and proof.digest(data) == digest:
+            return data
+        if data is not None:
+            store.record_misread(key, data)
+    return None
 
 
 # The library `safetensors` would copy all data twice in each direction, and attached states may be several times as

@@ -1,8 +1,9 @@
 """Recovery with a large state (R9): SIGKILL until the next optimizer step, from a directory and from a bucket.
 
 The bucket is behind a link of 1 Gbit/s. The goal is the time in which that link passes the bytes that the next attempt
-reads, plus one second. For a directory, the time of the link is the time in which this machine reads and copies the
-same number of bytes from its page cache.
+reads, plus one second. For a directory, the time of the link is the time in which this machine reads the same number of
+bytes from its page cache into new memory. Reading and proving run while other parts are loaded, so the seconds of
+"loading" are those in which neither ran.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from servers.slow_link import slow_link
 FILE = Path(__file__).with_name("recovery_replica.py")
 SIZES = (100_000_000, 1_000_000_000, 4_000_000_000)
 LINK_BYTES_PER_S = 125e6
+PIECE_BYTES = 64 << 20
 PATIENCE_S = 600.0
 ROUNDS_BEFORE = 3
 """The kill comes after this number of rounds, so that snapshots and attached state of a round are in the store."""
@@ -80,7 +82,7 @@ def _recover(size: int, where: str) -> dict[str, float]:
         "the model": times["built"] - times["entered"],
         "reading": times["reading"],
         "proving": times["proving"],
-        "loading": opening_s - times["reading"] - times["proving"],
+        "loading": opening_s - times["either"],
         "the step": times["stepped"] - times["opened"],
         "goal: bytes / link + 1 s": 1.0 + _link_s(times["bytes"], where),
         "bytes": times["bytes"],
@@ -100,13 +102,15 @@ def _link_s(n_bytes: int, where: str) -> float:
     """Return the seconds in which the link passes some bytes."""
     if where != "a directory":
         return n_bytes / LINK_BYTES_PER_S
-    piece = bytearray(64 << 20)
     with tempfile.TemporaryFile(buffering=0) as file:
-        file.write(piece)
+        file.write(bytes(PIECE_BYTES))
         began = time.perf_counter()
-        file.seek(0)
-        file.readinto(piece)
-        return (time.perf_counter() - began) * n_bytes / len(piece)
+        kept = []
+        for _ in range(n_bytes // PIECE_BYTES + 1):
+            kept.append(bytearray(PIECE_BYTES))  # new memory, as in a new process
+            file.seek(0)
+            file.readinto(kept[-1])
+        return (time.perf_counter() - began) * n_bytes / (len(kept) * PIECE_BYTES)
 
 
 def _wait_for(path: Path, is_there: Any) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from support.patience import lasting
 
 from diloco.rendezvous.frames import READ_TRIES
-from diloco.rendezvous.retrying_store import FAILURES, RetryingStore
+from diloco.rendezvous.retrying_store import FAILURES, READS_AHEAD, RetryingStore, read_ahead
 from executors.errors import StoreError
 from executors.store import MemoryStore
 from executors.store.faulty import FaultyStore
@@ -67,3 +69,53 @@ def test_a_store_that_refuses_every_delete_is_reported() -> None:
         scene.delete(is_refused=True)
     with pytest.raises(StoreError):
         scene.delete(is_refused=True)
+
+
+def test_the_next_parts_of_a_state_in_a_remote_store_are_read_while_one_is_used() -> None:
+    store = Scene().store
+    begun = [threading.Event() for _ in range(6)]
+
+    def read(number: int) -> int:
+        begun[number].set()
+        return number
+
+    found = []
+    for number in read_ahead(store, read, range(6)):
+        found.append(number)
+        for ahead in begun[number + 1 : number + 1 + READS_AHEAD]:
+            assert ahead.wait(30), f"nothing was read while part {number} was used"
+    assert found == list(range(6))
+
+
+def test_at_most_two_parts_of_a_state_wait_in_memory() -> None:
+    store, begun = Scene().store, list[int]()
+
+    def read(number: int) -> int:
+        begun.append(number)
+        return number
+
+    for number in read_ahead(store, read, range(9)):
+        assert max(begun) <= number + READS_AHEAD
+
+
+def test_a_store_on_this_machine_is_read_when_the_part_is_needed() -> None:
+    store, begun = RetryingStore(MemoryStore(), clock=lambda: 0.0, tolerance=lasting(60.0)), list[int]()
+
+    def read(number: int) -> int:
+        begun.append(number)
+        return number
+
+    for number in read_ahead(store, read, range(4)):
+        assert begun[-1] == number
+
+
+def test_an_error_of_a_part_is_raised_where_the_part_is_used() -> None:
+    def read(number: int) -> int:
+        if number == 2:
+            raise StoreError("gone")
+        return number
+
+    parts = read_ahead(Scene().store, read, range(6))
+    assert [next(parts), next(parts)] == [0, 1]
+    with pytest.raises(StoreError, match="gone"):
+        next(parts)
