@@ -165,12 +165,14 @@ def _goal(runs: Sequence[Run]) -> str:
     """Return a sentence about the goal."""
     kind = (GOAL_SIZE, "diloco", N, INNER_STEPS)
     chosen = [run for run in runs if (run.size, run.way, run.n, run.inner_steps) == kind]
-    found = [above for run in chosen if (above := above_data_parallel(run, runs)) is not None]
+    found = {
+        run.outer or "the defaults": above for run in chosen if (above := above_data_parallel(run, runs)) is not None
+    }
     if not found:
         return "**No run for this goal has finished yet.** The smaller sizes show what was measured so far."
-    word = "reached" if min(found) <= GOAL else "missed"
-    which = "the only run" if len(found) == 1 else f"the best of {len(found)} runs"
-    return f"The goal was {word}: {which} is {min(found):+.1f} %."
+    word = "reached" if min(found.values()) <= GOAL else "missed"
+    each = ", ".join(f"{above:+.1f} % with {outer}" for outer, above in sorted(found.items(), key=lambda of: of[1]))
+    return f"The goal was {word}. By outer learning rate and momentum: {each}."
 
 
 def section(found: Mapping[str, Any]) -> str:
