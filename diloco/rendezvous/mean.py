@@ -35,6 +35,8 @@ class InputGoneError(Exception):
     """A sealed contribution was deleted. It is deleted only after the mean or a newer snapshot exists."""
 
 
+# More than 20 methods: reading, computing and recovering a mean are one decision, made again at each look. All of them
+# share the entry's memory, and what one of them finds damaged decides what the next one does.
 class Reducer:
     """Reads or computes the mean of a sealed entry.
 
