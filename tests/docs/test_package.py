@@ -30,6 +30,8 @@ PARTS = {
     "hf-trainer": "diloco.trainers.hf",
     "diloco": "diloco.outer",
     "lightning": "diloco.trainers.lightning",
+    "notify": "apprise",
+    "dashboard": "starlette, uvicorn, executors.dashboard.server",
     "tensorboard": "tensorboard.summary.writer.event_file_writer, executors.view.report.tensorboard",
 }
 """The purpose of each extra that is not for a backend."""
