@@ -39,7 +39,8 @@ from executors.errors import StoreError, kind_of
 
 log = logging.getLogger(__name__)
 
-OWN_PART_BYTES = 1 << 30  # the largest stored object; a bucket allows five times that size in one request
+OWN_PART_BYTES = 1 << 30
+"""The largest stored object. A larger array is cut. A bucket allows five times that size in one request."""
 STEPS_OF_AN_EPOCH = 5
 """A schedule that the script steps only once in this number of inner steps counts epochs, and not inner steps.
 
@@ -433,7 +434,7 @@ class AttachedState:
     def _upload(self, position: int, steps: int, arrays: Arrays, since: Sequence[int]) -> int:
         """Store a record and its tensors. Return the number of parts, or 0 if the store failed."""
         store, me = self._store.for_thread(), self._me
-        parts = [encode_part(part) for part in parts_of(dict(_cut(arrays)), min(PART_BYTES, OWN_PART_BYTES))]
+        parts = [encode_part(part) for part in parts_of(dict(_cut(arrays)), PART_BYTES)]
         digest, *more = (digest_of(part, self._proof) for part in parts)
         about = {"rank": me.rank, "attempt": me.attempt, "position": position, "uncounted_since": since, "steps": steps}
         record = {**about, "digest": digest, **({"more": more} if more else {})}
@@ -532,10 +533,10 @@ class AttachedState:
             BadRecordError: the part was written in another format.
         """
         data = proven_part(self._store, *named, self._proof, tries=1)
-        arrays = {} if data is None else decode_part(data)
-        if not is_local_store(self._store.store):
-            arrays = {name: np.array(values) for name, values in arrays.items()}
-        return None if data is None else arrays
+        if data is None:
+            return None
+        arrays = decode_part(data)
+        return arrays if is_local_store(self._store.store) else {name: np.array(part) for name, part in arrays.items()}
 
 
 def _cut(arrays: Arrays) -> Iterator[tuple[str, Array]]:

@@ -97,7 +97,8 @@ def test_one_of_several_members_reports_that_the_run_continued_without_them(
 
 
 def test_large_attached_state_is_saved_in_parts_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attached_state, "OWN_PART_BYTES", 500)
+    for name in ("OWN_PART_BYTES", "PART_BYTES"):
+        monkeypatch.setattr(attached_state, name, 500)
     store = MemoryStore()
     first = attached(store, 0)
     first.attach("state", State(1.0), 0)
@@ -116,7 +117,8 @@ def test_large_attached_state_is_saved_in_parts_and_restored(monkeypatch: pytest
 def test_live_work_and_states_that_are_larger_than_a_part_are_kept_in_parts(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attached_state, "OWN_PART_BYTES", 2000)
+    for name in ("OWN_PART_BYTES", "PART_BYTES"):
+        monkeypatch.setattr(attached_state, name, 2000)
     store, large = MemoryStore(), State(1.0)
     large.values["0"] = torch.arange(1000.0).view(shape)
     first = attached(store, 0)
@@ -134,7 +136,8 @@ def test_live_work_and_states_that_are_larger_than_a_part_are_kept_in_parts(
 
 
 def test_a_part_that_is_missing_or_damaged_means_the_record_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attached_state, "OWN_PART_BYTES", 500)
+    for name in ("OWN_PART_BYTES", "PART_BYTES"):
+        monkeypatch.setattr(attached_state, name, 500)
     for rotten in (None, b"?"):
         store = MemoryStore()
         first = attached(store, 0)

@@ -67,7 +67,7 @@ def context(
     reduce: Reduce = weighted_mean,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Context:
-    """Return the services of a replica that reads an input in a number of pieces. Without a rank, it takes over."""
+    """Return the services of a replica that reads an input in a number of pieces. By default, it is in no seal."""
     limits = Limits(
         small_bytes=0, block_elements=BLOCK_ELEMENTS, takeover_after_s=TAKEOVER_S,
         piece_bytes=N_BLOCKS * BLOCK_BYTES // pieces,
