@@ -85,9 +85,17 @@ class Keys:
         """Return the key of one part of a snapshot. Its writer's nonce keeps it apart from other writers' parts."""
         return self._under(f"part/{entry}/{nonce}/{index}")
 
-    def parts(self) -> str:
-        """Return the prefix of the parts of all snapshots."""
-        return self._under("part/")
+    def parts(self, entry: int | None = None) -> str:
+        """Return the prefix of the parts of the snapshots before an entry. None: of all snapshots."""
+        return self._under("part/" if entry is None else f"part/{entry}/")
+
+    def offer(self, rank: int, attempt: int) -> str:
+        """Return the key of the empty object of an attempt that stores its model as the first snapshot."""
+        return self._under(f"offer/{rank}/{attempt}")
+
+    def offers(self) -> str:
+        """Return the prefix of the objects of all attempts that stored their models as the first snapshot."""
+        return self._under("offer/")
 
     def rounds(self) -> str:
         """Return the prefix of all contributions and means."""

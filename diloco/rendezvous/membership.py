@@ -438,10 +438,22 @@ class Membership:
         named = (rank, self.expected[rank])
         if named in self._dead:
             return False
-        if self._has_left(*named) or self._is_claimed(rank, named[1] + 1):
+        if not self._continues(*named):
             self._dead.add(named)
             return False
         return True
+
+    def runs(self, rank: int, attempt: int) -> bool:
+        """Return True if an attempt has begun and not left, and no newer attempt has replaced it.
+
+        Args:
+            rank: its rank.
+            attempt: its attempt.
+        """
+        return self._is_claimed(rank, attempt) and self._continues(rank, attempt)
+
+    def _continues(self, rank: int, attempt: int) -> bool:
+        return not (self._has_left(rank, attempt) or self._is_claimed(rank, attempt + 1))
 
     def misses_any(self, known: Mapping[int, Contribution], others: Collection[int] = ()) -> bool:
         """Return True if a contribution is missing whose sender is still expected: an expected rank that has not left.

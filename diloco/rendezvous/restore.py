@@ -12,20 +12,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import DivergenceError, QuorumTimeoutError
 from diloco.rendezvous.contribution import StepAccount
 from diloco.rendezvous.early_end import apply_recorded_end, apply_sealed_end
 from diloco.rendezvous.envelope import BadRecordError, check_signed, reading, typed, unproven_fields
+from diloco.rendezvous.first_snapshot import FirstSnapshot
 from diloco.rendezvous.frames import READ_TRIES, Seal
 from diloco.rendezvous.keys import watch_prefix
 from diloco.rendezvous.mean import Reducer
 from diloco.rendezvous.retrying_store import backoff
 from diloco.rendezvous.round import Context, EntryState
 from diloco.rendezvous.seal import Sealer, SealLog
-from diloco.rendezvous.snapshot import SnapshotPointer, get_parts, put_parts
+from diloco.rendezvous.snapshot import SnapshotPointer, get_parts
 from diloco.rendezvous.training_state import Arrays, check_agreement, differing_frozen
 
 log = logging.getLogger(__name__)
@@ -69,17 +70,10 @@ class SnapshotReader:
         self._keys = context.keys
         self._me = context.me
         self._training = context.training
-        self._may_offer = may_offer
-        """False once a snapshot was loaded.
-
-        After that, this process must not store a first anchor, because its state is no longer its own model.
-        """
+        self._first_snapshot = FirstSnapshot(context, self._load_newest_of) if may_offer else None
+        """None once a snapshot was loaded. After that, the state of this process is no longer its own model."""
         self._start: SnapshotPointer | None = None
         """The pointer of the first snapshot, once its agreement was found to fit this replica."""
-        self._taken_over: int | None = None
-        """The entry of another run whose state this run begins with. None: no such state was loaded."""
-        self._has_first_state = False
-        """True if the first state was read from another run."""
         self._misfits: set[int] = set()
         """Entries whose snapshots can be read but do not fit this model."""
 
@@ -109,7 +103,7 @@ class SnapshotReader:
                 arrays = get_parts(self._store, self._keys, number, pointer, context.proof)
                 if arrays is None:
                     continue
-                self._may_offer = False
+                self._first_snapshot = None
                 if self._took(entry, pointer, arrays):
                     # the seal with an early end may be before this snapshot, so this replica never reads it
                     if entry != self.first:
@@ -123,10 +117,7 @@ class SnapshotReader:
             waited_s = context.clock() - began
             if knows_start and self._start is None and waited_s >= limits.takeover_after_s:
                 self._check_key(is_alone=True)
-            # rank k waits k turns, so by then no lower rank has stored its model
-            turn_s = self._me.rank * limits.takeover_after_s
-            if self._may_offer and waited_s >= turn_s and not self._store.exists(self._keys.snapshot(0)):
-                self._offer_first_anchor()
+            if self._first_snapshot is not None and self._first_snapshot.store_if_due():
                 continue
             if waited_s > limits.round_timeout_s:
                 raise QuorumTimeoutError(
@@ -137,6 +128,11 @@ class SnapshotReader:
                 context.standstill.look_at_start(began)
             context.members.check_abort()
             context.wait(next(pauses), [watch_prefix(self._keys.snapshot(0))])
+
+    @staticmethod
+    def _load_newest_of(other: Context) -> int | None:
+        """Load the newest snapshot of another run into the training state, and return its entry."""
+        return SnapshotReader(other, may_offer=False).load(-1)
 
     def _took(self, entry: int, pointer: SnapshotPointer, arrays: Arrays) -> bool:
         """Load the arrays of a snapshot, and return True if they are the state that its pointer names."""
@@ -235,32 +231,6 @@ class SnapshotReader:
         with suppress(BadRecordError), reading("agreement"):
             theirs = mine if data is None else typed(dict, unproven_fields(data)["contract"]).get("signed")
         check_signed(theirs, mine)
-
-    def _offer_first_anchor(self) -> None:
-        """Store the initial model of this process under its own nonce, and then try to create the first pointer.
-
-        The pointer that exists afterwards decides which process's model begins the run. A run that continues from
-        another run begins with the newest state of that run.
-        """
-        origin = self._context.origin
-        if origin is not None and self._taken_over is None:
-            # The other run has ended, so no new object will appear in it, and a short wait is enough.
-            limits = replace(self._context.limits, round_timeout_s=self._context.limits.grace_s)
-            # The reader gets its own copy of the plan. If the other run was stopped, the reader would apply that early
-            # end to this replica's plan, and only this replica would end too early.
-            keys, plan = replace(self._keys, run_id=origin), replace(self._context.plan)
-            there = replace(self._context, keys=keys, limits=limits, plan=plan)
-            self._taken_over = SnapshotReader(there, may_offer=False).load(-1)
-            log.warning("rank %s: it continues from round %s of run %s.", self._me.rank, self._taken_over, origin)
-        if origin is None and self._context.first_state is not None and not self._has_first_state:
-            self._training.load(self._context.first_state())
-            self._has_first_state = True
-        key, proof = self._keys.snapshot(0), self._context.proof
-        digests = put_parts(self._store, self._keys, 0, self._me.nonce, self._training.arrays(), proof)
-        if digests is not None:
-            agreement, first = self._training.agreement(), self._taken_over or 0
-            pointer = SnapshotPointer(self._me.nonce, self._me.rank, digests, self._digests(), agreement, first)
-            self._store.create(key, pointer.data(key, proof))
 
 
 class LogReplayer:

@@ -395,6 +395,28 @@ def test_an_object_that_is_not_a_contribution_of_a_rank_is_not_waited_for(change
     assert list(seal.replicas) == ([0, 1] if changes == {"rank": 1} else [0])
 
 
+@pytest.mark.parametrize("job", ["run_round", "catch_up"])
+def test_a_queued_job_does_nothing_if_another_result_has_arrived_since(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = RoundRunner(context(Identity(0, 2, 0, "me"), [0.0]), lambda result: None)
+    ran: list[str] = []
+    monkeypatch.setattr(runner, "_wait_for_mean", lambda: ran.append("run_round"))
+    monkeypatch.setattr(runner, "_apply_sealed", lambda reports: ran.append("catch_up"))
+
+    def run(n_merged: int) -> None:
+        if job == "run_round":
+            runner.run_round(None, n_merged)
+        else:
+            runner.catch_up(n_merged=n_merged)
+
+    runner.n_results = 3
+    run(2)
+    assert ran == []
+    run(3)
+    assert job in ran
+
+
 def test_nothing_is_in_flight_that_was_sent_out_of_phase() -> None:
     sent = PendingWork(0, 1.0, 1, 1.0, 1, is_early=False)
     cases: list[dict[str, Any]] = [

@@ -85,9 +85,9 @@ def average_for_oneself(self: Reducer, entry: Any, seal: Seal) -> Any:
         return None
 
 
-def take_gone_for_corrupt(read: Any, self: Reducer, entry: Any, seal: Seal, rank: int, shard: int) -> Any:
+def take_gone_for_corrupt(read: Any, self: Reducer, entry: Any, seal: Seal, rank: int, *part: Any) -> Any:
     try:
-        return read(self, entry, seal, rank, shard)
+        return read(self, entry, seal, rank, *part)
     except InputGoneError:
         raise BadInputError(rank, "is gone") from None
 
@@ -148,7 +148,7 @@ def take_zeros_for_a_missing_mean(collect: Any, self: Reducer, entry: Any, seal:
 NEVER_LEFT_OUT, AT_ONCE = "damaged inputs are never left out", "pointers do not wait for seals that agree with them"
 SHOWN_BY = {
     "another nonce changes nothing": 441,
-    "gone is corrupt": 730,
+    "gone is corrupt": 555,
     "rotten inputs are averaged": 96,
     "no replica says bye": 21,
     "skipped entries have no verdict": 461,

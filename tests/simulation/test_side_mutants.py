@@ -22,16 +22,6 @@ def keep_the_steps_of_what_was_counted(merge: Any, self: TrainingSide, *argument
     return reports
 
 
-def do_each_job(run: Any, self: RoundRunner, *arguments: Any, **options: Any) -> Any:
-    n_merged = {"n_merged": self.n_results} if "n_merged" in options else {}
-    return run(self, *arguments[:1], **options | n_merged)
-
-
-def do_each_round_and_look(patch: pytest.MonkeyPatch) -> None:
-    wrapped(RoundRunner, "run_round", do_each_job)(patch)
-    wrapped(RoundRunner, "catch_up", do_each_job)(patch)
-
-
 def count_steps_from_the_look(looked: Any, self: Phase, at_s: float, at_step: int, **options: Any) -> None:
     looked(self, at_s, at_step)
 
@@ -56,7 +46,6 @@ MUTANTS: dict[str, tuple[Patch, int]] = {
         wrapped(TrainingSide, "_merge", keep_the_steps_of_what_was_counted),
         1,
     ),
-    "a job runs although another result has arrived": (do_each_round_and_look, 140788),
     "the round runner continues to look after its result has arrived": (
         wrapped(RoundRunner, "_prepare_result", look_on_after_a_result),
         1,

@@ -252,6 +252,7 @@ def test_own_contributions_are_deleted_after_their_round() -> None:
     kept = [entry.key.removeprefix("test/diloco/main/") for entry in store.list("test/diloco/main/")]
     assert [key for key in kept if not key.startswith("part/")] == [
         "bye/0/0",
+        "offer/0/0",
         "seal/0",
         "seal/1",
         "seal/2",
