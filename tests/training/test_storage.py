@@ -46,7 +46,7 @@ class Counting(MemoryStore):
         sizes: Counter[str] = Counter()
         with self._counting:
             for entry in self.list("test/diloco/"):
-                (kind,) = re.findall(rf"/({'|'.join(KINDS)}|bye)/", entry.key)
+                (kind,) = re.findall(rf"/({'|'.join(KINDS)}|bye|offer)/", entry.key)
                 objects[kind] += 1
                 sizes[kind] += entry.size_bytes
             self.most |= objects
@@ -87,6 +87,7 @@ def test_a_run_of_sixty_rounds_never_has_more_objects_than_the_protocol_allows(s
     assert 0 < most["part"] <= 3  # a snapshot is one part here
     # A record and its tensors for each snapshot, and for the last two rounds after which state was saved.
     assert 0 < most["own"] <= 2 * (3 + 2) * N
+    assert 1 <= most["offer"] <= N
     assert 2 <= most["rest"] <= 4  # the rest of round 0, and those of the last snapshots
     # Objects that are never deleted: a pointer every `snapshot_every` rounds, and a seal for each round of up to 100
     # bytes per member.
