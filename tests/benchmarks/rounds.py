@@ -47,7 +47,7 @@ MEMORY = Place(
         *("unshare", "--map-root-user", "--mount", "sh", "-c"),
         # The mount point is a folder of its own: over the temporary folder it would hide a checkout there.
         'd=$(mktemp -d) && { mount -t tmpfs -o huge=always replicas "$d" && TMPDIR=$d "$@"; code=$?; '
-        'umount "$d"; rmdir "$d"; exit $code; }',
+        'umount --lazy "$d"; rmdir "$d"; exit $code; }',
         "sh",
     ),
 )
