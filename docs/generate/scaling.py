@@ -165,14 +165,22 @@ def _goal(runs: Sequence[Run]) -> str:
     """Return a sentence about the goal."""
     kind = (GOAL_SIZE, "diloco", N, INNER_STEPS)
     chosen = [run for run in runs if (run.size, run.way, run.n, run.inner_steps) == kind]
-    found = {
-        run.outer or "the defaults": above for run in chosen if (above := above_data_parallel(run, runs)) is not None
-    }
+    measured: dict[str, list[float]] = {}
+    for run in chosen:
+        if (above := above_data_parallel(run, runs)) is not None:
+            measured.setdefault(run.outer or "the defaults", []).append(above)
+    found = {outer: fmean(each) for outer, each in measured.items()}
     if not found:
         return "**No run for this goal has finished yet.** The smaller sizes show what was measured so far."
-    word = "reached" if min(found.values()) <= GOAL else "missed"
-    each = ", ".join(f"{above:+.1f} % with {outer}" for outer, above in sorted(found.items(), key=lambda of: of[1]))
-    return f"The goal was {word}. By outer learning rate and momentum: {each}."
+    by_size = sorted(found.items(), key=lambda of: of[1])
+    holding = [outer for outer, above in by_size if above <= GOAL]
+    word = (
+        "missed" if not holding else "reached" if len(holding) == len(found) else f"reached with {', '.join(holding)}"
+    )
+    each = ", ".join(f"{above:+.1f} % with {outer}" for outer, above in by_size)
+    n_seeds = max(len(each) for each in measured.values())
+    seeds = "one seed" if n_seeds == 1 else f"up to {n_seeds} seeds"
+    return f"The goal was {word}. By outer learning rate and momentum, with {seeds}: {each}."
 
 
 def section(found: Mapping[str, Any]) -> str:
