@@ -438,7 +438,7 @@ class Membership:
         named = (rank, self.expected[rank])
         if named in self._dead:
             return False
-        if not self._continues(*named):
+        if self._has_left(*named) or self._is_claimed(rank, named[1] + 1):
             self._dead.add(named)
             return False
         return True
@@ -450,10 +450,9 @@ class Membership:
             rank: its rank.
             attempt: its attempt.
         """
-        return self._is_claimed(rank, attempt) and self._continues(rank, attempt)
-
-    def _continues(self, rank: int, attempt: int) -> bool:
-        return not (self._has_left(rank, attempt) or self._is_claimed(rank, attempt + 1))
+        if self._has_left(rank, attempt) or self._is_claimed(rank, attempt + 1):
+            return False
+        return self._is_claimed(rank, attempt)
 
     def misses_any(self, known: Mapping[int, Contribution], others: Collection[int] = ()) -> bool:
         """Return True if a contribution is missing whose sender is still expected: an expected rank that has not left.
