@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 from diloco.rendezvous.round import Context
 from diloco.rendezvous.snapshot import PART_BYTES, SnapshotPointer, parts_of, put_parts
@@ -77,8 +78,8 @@ class FirstSnapshot:
         training, proof = context.training, context.proof
         digests = put_parts(self._store, keys, 0, me.nonce, training.arrays(), proof)
         if digests is not None:
-            state = tuple(training.digest(f) for f in range(len(context.layouts)))
-            pointer = SnapshotPointer(me.nonce, me.rank, digests, state, training.agreement(), self._first_entry)
+            state, agreement = context.state_digests(), training.agreement()
+            pointer = SnapshotPointer(me.nonce, me.rank, digests, state, agreement, self._first_entry)
             self._store.create(keys.snapshot(0), pointer.data(keys.snapshot(0), proof))
         return True
 
@@ -97,11 +98,17 @@ class FirstSnapshot:
         seen = (running, len(self._store.list_keys(self._keys.parts(0))))
         if seen != self._seen:
             self._seen, self._since_s = seen, now
-        parts = parts_of(context.training.arrays(), PART_BYTES)
+        return now >= self._since_s + self._part_s + (rank + 1) * takeover_s
+
+    @cached_property
+    def _part_s(self) -> float:
+        """Seconds that the largest part of the model takes behind a slow link.
+
+        One array may be larger than a usual part, and a replica must begin before all of them give up.
+        """
+        parts = parts_of(self._context.training.arrays(), PART_BYTES)
         largest = max(sum(array.nbytes for array in part.values()) for part in parts)
-        # one array may be larger than a usual part, and a replica must begin before all of them give up
-        part_s = min(largest / SLOW_LINK, context.limits.round_timeout_s / 2)
-        return now >= self._since_s + part_s + (rank + 1) * takeover_s
+        return min(largest / SLOW_LINK, self._context.limits.round_timeout_s / 2)
 
     def _others(self) -> list[tuple[int, int]]:
         """Return the rank and the attempt of each other replica that has begun to store its model.

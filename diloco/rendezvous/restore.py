@@ -144,11 +144,7 @@ class SnapshotReader:
                 log.warning("rank %s: %s (%s)", self._me.rank, error, self._keys.snapshot(entry))
             self._misfits.add(entry)
             return False
-        return pointer.state == self._digests()
-
-    def _digests(self) -> tuple[str, ...]:
-        """Return the digest of the state of each fragment."""
-        return tuple(self._training.digest(f) for f in range(len(self._context.layouts)))
+        return pointer.state == self._context.state_digests()
 
     def _head(self, entry: int) -> int:
         """Return the first entry without a seal, from `entry` on. A stale answer may make the result too early."""

@@ -334,6 +334,10 @@ class Context:
             Layout(n, self.limits, training.wire, training.mean_wire, training.clips) for n in training.sizes()
         )
 
+    def state_digests(self) -> tuple[str, ...]:
+        """Return the digest of the anchor and the outer state of each fragment."""
+        return tuple(self.training.digest(fragment) for fragment in range(len(self.layouts)))
+
     @property
     def ask_again_s(self) -> float:
         """The seconds between two questions about which replicas have left. A slow store is asked less often."""
