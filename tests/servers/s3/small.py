@@ -3,13 +3,15 @@ in a dictionary.
 
 moto takes milliseconds for each request, one at a time, so a benchmark would mostly measure moto. This server supports
 GET with a range, HEAD, PUT with `If-None-Match: *`, DELETE, and lists of keys or folders in pages. It ignores
-signatures and buckets.
+signatures and buckets. Large objects are in files without names, so that the machine's memory can hold other things.
 """
 
 from __future__ import annotations
 
+import mmap
 import re
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import parse_qs
 from xml.sax.saxutils import escape
@@ -19,11 +21,12 @@ from servers.s3.http import serve
 
 DATE = "Thu, 01 Jan 2026 00:00:00 GMT"
 START_RESPONSE = Callable[..., Any]
+LARGE_BYTES = 16 << 20
 
 
 def small_s3() -> Application:
     """Return an application with one empty bucket."""
-    objects: dict[str, bytes] = {}
+    objects: dict[str, bytes | mmap.mmap] = {}
 
     def application(environ: Environ, start: START_RESPONSE) -> Iterable[bytes]:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
@@ -37,7 +40,7 @@ def small_s3() -> Application:
             body = environ["wsgi.input"].read()
             if "HTTP_IF_NONE_MATCH" in environ and key in objects:
                 return _error(start, "412 Precondition Failed", "PreconditionFailed")
-            objects[key] = body
+            objects[key] = _in_file(body) if len(body) >= LARGE_BYTES else body
             return _reply(start, "200 OK", [("ETag", f'"{hash(body):x}"')])
         if method == "DELETE":
             objects.pop(key, None)
@@ -49,14 +52,21 @@ def small_s3() -> Application:
     return application
 
 
-def _get(start: START_RESPONSE, value: bytes, range_: str, method: str) -> Iterable[bytes]:
+def _in_file(body: bytes) -> mmap.mmap:
+    with tempfile.TemporaryFile() as file:
+        file.write(body)
+        file.flush()
+        return mmap.mmap(file.fileno(), len(body))
+
+
+def _get(start: START_RESPONSE, value: bytes | mmap.mmap, range_: str, method: str) -> Iterable[bytes]:
     headers = [("ETag", f'"{hash(value):x}"'), ("Last-Modified", DATE)]
     if method == "HEAD":
         start("200 OK", [*headers, ("Content-Length", str(len(value)))])
         return [b""]
     found = re.fullmatch(r"bytes=(\d+)-(\d+)", range_)
     if found is None:
-        return _reply(start, "200 OK", headers, value)
+        return _reply(start, "200 OK", headers, value[:])
     first, last = int(found[1]), min(int(found[2]), len(value) - 1)
     if first >= len(value):
         return _error(start, "416 Requested Range Not Satisfiable", "InvalidRange")
@@ -64,7 +74,7 @@ def _get(start: START_RESPONSE, value: bytes, range_: str, method: str) -> Itera
     return _reply(start, "206 Partial Content", headers, value[first : last + 1])
 
 
-def _list(start: START_RESPONSE, objects: dict[str, bytes], environ: Environ) -> Iterable[bytes]:
+def _list(start: START_RESPONSE, objects: Mapping[str, bytes | mmap.mmap], environ: Environ) -> Iterable[bytes]:
     query = {name: values[0] for name, values in parse_qs(environ["QUERY_STRING"]).items()}
     prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
     names = {_name_in_list(key, prefix, delimiter) for key in objects if key.startswith(prefix)}
