@@ -36,13 +36,14 @@ from diloco.open_dilocos import open_dilocos
 from diloco.optimizer_history import OptimizerHistory
 from diloco.outer_optimizer import OptimizerFactory
 from diloco.process_check import find_group, not_the_opener
+from diloco.rendezvous.claims import bye_writer
 from diloco.rendezvous.earlier_call import EarlierCall, earlier_call, note_call
 from diloco.rendezvous.envelope import proof_of
 from diloco.rendezvous.extension import Extension, total_of_start
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import bye_writer, find_location
 from diloco.rendezvous.retrying_store import RetryingStore, is_local_store
 from diloco.rendezvous.round import Context, Limits, RoundReport, leads_far
+from diloco.rendezvous.run_location import find_location
 from diloco.rendezvous.training_side import TrainingSide
 from diloco.replica_link import ReplicaLink, check_is_free, leave_all
 from diloco.save_schedule import SaveSchedule

@@ -3,7 +3,7 @@
 `replicas launch --procs`, `torchrun`, `accelerate launch` and `torch.multiprocessing` start processes that inherit the
 replica's environment. They open one `DiLoCo` together, in their process group. A process without such a group would
 regard itself as the whole replica. The check here refuses it, and so does a record in the store that the first process
-creates (`rendezvous.membership.claim_process`).
+creates (`rendezvous.claims.claim_process`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from diloco.errors import DiLoCoError
-from diloco.rendezvous.membership import RunLocation
+from diloco.rendezvous.run_location import RunLocation
 from executors.errors import kind_of
 from executors.replica import place_in_replica
 

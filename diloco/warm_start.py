@@ -11,8 +11,8 @@ from diloco.extra_tensors import ExtraTensorsModule
 from diloco.model_state import ModelState
 from diloco.outer_optimizer import OptimizerFactory
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import RunLocation
 from diloco.rendezvous.retrying_store import RetryingStore
+from diloco.rendezvous.run_location import RunLocation
 from diloco.rendezvous.stored_log import StoredRoundLog
 from diloco.rendezvous.training_state import Array, Arrays, shape_difference
 from diloco.trained_model import ModelSource, open_log, read_state

@@ -24,9 +24,9 @@ from diloco.rendezvous.envelope import BadRecordError, proof_of, reading, typed
 from diloco.rendezvous.extension import total_of_start
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import RunLocation, find_location
 from diloco.rendezvous.retrying_store import RetryingStore, backoff
 from diloco.rendezvous.round import Limits, RoundReport
+from diloco.rendezvous.run_location import RunLocation, find_location
 from diloco.rendezvous.snapshot import SnapshotPointer
 from diloco.tensor_names import by_clean_name
 from executors.errors import StoreError

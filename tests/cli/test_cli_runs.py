@@ -16,8 +16,8 @@ import pytest
 from support.cli import COMMAND, Folder, HereInstead
 from support.patience import lasting
 
+from diloco.rendezvous.claims import claim
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import claim
 from diloco.rendezvous.retrying_store import RetryingStore
 from executors import LocalProcessExecutor, ReplicaHandle, ReplicaStatus, Run, attach, launch
 from executors.run.resume import resume

@@ -186,7 +186,7 @@ def test_a_process_that_launches_or_resumes_at_a_bucket_leaves_the_handles_toget
         assert view_of(other).world_size == 2
         before = len(bucket.requests("GET", "handle"))
         assert [handle.metadata["attempt"] for handle in other.handles] == [number] * 2
-        asked = [row["path"] for row in bucket.requests("GET", "handle")[before:]]  # supervisors may still ask for others
+        asked = [row["path"] for row in bucket.requests("GET", "handle")[before:]]  # supervisors still read others
         assert asked == [f"/{BUCKET}/runs/wide/handles/{number}.json"], "attach reads the object with all handles"
         run = resume(other) if number == 0 else run
 

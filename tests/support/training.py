@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from diloco import DiLoCo
-from diloco.rendezvous.membership import _claimed
+from diloco.rendezvous.claims import _claimed
 from executors.store import MemoryStore
 
 PLAIN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}

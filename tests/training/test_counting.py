@@ -19,10 +19,10 @@ from torch import nn
 
 from diloco import DiLoCo
 from diloco.outer import open_diloco
+from diloco.rendezvous.claims import _claimed
 from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.frames import Seal, SealedReplica
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import _claimed
 from diloco.rendezvous.round import Limits
 from diloco.rendezvous.training_state import Verdict
 from diloco.testing import run_replicas

@@ -235,7 +235,7 @@ def test_a_state_that_one_member_lacks_is_loaded_in_no_member(tmp_path: Path) ->
 
 def test_without_a_process_group_the_processes_of_a_replica_are_refused() -> None:
     from diloco.errors import DiLoCoError
-    from diloco.rendezvous.membership import find_location
+    from diloco.rendezvous.run_location import find_location
 
     place = find_location(None, None, None, None)
     for environ in (

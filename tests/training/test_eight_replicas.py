@@ -12,7 +12,7 @@ from support.training import leave, next_process
 from torch import Tensor, nn
 
 from diloco.outer import open_diloco
-from diloco.rendezvous.membership import _claimed
+from diloco.rendezvous.claims import _claimed
 from diloco.rendezvous.round import Limits, RoundReport
 from diloco.testing import run_replicas
 

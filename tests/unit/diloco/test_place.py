@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco.errors import DiLoCoError
-from diloco.rendezvous.membership import find_location
+from diloco.rendezvous.run_location import find_location
 
 
 @pytest.mark.parametrize(
