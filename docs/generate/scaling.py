@@ -131,7 +131,7 @@ def by_rounds(runs: Sequence[Run]) -> str:
 
 
 def by_wire(runs: Sequence[Run]) -> str:
-    """Return the table of wires, with the bytes that a replica sends.
+    """Return the table of wires, the one that sends most bytes first.
 
     Args:
         runs: All runs.

@@ -40,7 +40,7 @@ from support.new_runs import create_run
 from diloco.rendezvous.frames import MAX_SHARDS
 from diloco.rendezvous.retrying_store import THREADS
 from diloco.rendezvous.round import Layout, Limits
-from diloco.wires import FP32
+from diloco.wires import FP32, WIRES
 from executors.attempt import Attempt
 from executors.store import Entry, MemoryStore
 from executors.store.records import to_bytes
@@ -56,12 +56,13 @@ ANSWER_S, PHASE_S, SPREAD_S = 0.03, 60.0, 1.5
 ROUNDS = 3
 PAGE_KEYS = 1000
 """Keys in one answer to a list request of S3."""
-MOST_PER_S = 3500
-"""Requests in a second that write, and below those that read, which S3 promises for one prefix.
+WRITES_PER_S, READS_PER_S = 3500, 5500
+"""Requests in a second that S3 promises for one prefix.
 
 Source: docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html
 """
-READS_PER_S = 5500
+READING = ("get", "list")
+LINK_BYTES_PER_S = 125e6
 GOAL_N = 1024
 REPORTS = 20
 """Rounds of the run whose page is measured."""
@@ -69,7 +70,8 @@ QUANTITIES = {
     "requests": "requests of a replica in a round",
     "sealer": "most requests of one replica in a round",
     "bucket_per_s": "requests to the bucket in a second, on average",
-    "busiest_s": "requests to the bucket in its busiest second",
+    "busiest_reads": "reads from the bucket in the busiest second of a round",
+    "busiest_writes": "writes to the bucket in the second with most writes",
     "decide_s": "seconds from the last contribution until all replicas have the mean",
     "seal_kb": "kB of a seal",
     "read_kb": "kB that a replica reads in a round besides the model",
@@ -92,8 +94,10 @@ class CountingStore(SimulatedStore):
         self.kinds: Counter[str] = Counter()
         """Requests by the kind of object: the part of the key before the numbers of a rank or of an entry."""
         self.read_bytes: Counter[str] = Counter()
-        self.seconds: Counter[int] = Counter()
-        """Requests by second of the simulation."""
+        self.reads: Counter[int] = Counter()
+        """Reads and lists by second of the simulation."""
+        self.writes: Counter[int] = Counter()
+        """Writes and deletions by second of the simulation."""
         self.longest_list = 0
         self._at_once: set[object] = set()
         """The processes that ask several questions at once. `map_at_once` waits for the answers of all of them."""
@@ -102,7 +106,7 @@ class CountingStore(SimulatedStore):
         self.asked[self._world.who()] += 1
         self.kinds[next((part for part in reversed(key.split("/")) if part.isalpha()), key)] += 1
         if getcurrent() not in self._at_once:
-            self.seconds[int(self._world.now)] += 1
+            (self.reads if verb in READING else self.writes)[int(self._world.now)] += 1
             super()._before(verb, key, upload_s)
 
     def get(self, key: str, *, start: int = 0, size: int | None = None) -> memoryview:
@@ -118,7 +122,7 @@ class CountingStore(SimulatedStore):
         return iter(found)
 
     def map_at_once(self, act: Callable[[T], R], things: Iterable[T]) -> Iterator[R]:
-        """Apply a function to several arguments, as `ParallelMap` does with its threads.
+        """Apply a function that reads to several arguments, as `ParallelMap` does with its threads.
 
         Args:
             act: the function.
@@ -129,7 +133,7 @@ class CountingStore(SimulatedStore):
         found = [act(thing) for thing in listed]
         self._at_once.discard(me)
         asked = self.asked[self._world.who()] - before
-        self.seconds.update(int(self._world.now + number // THREADS * self._answer_s) for number in range(asked))
+        self.reads.update(int(self._world.now + number // THREADS * self._answer_s) for number in range(asked))
         self._world.sleep(self._answer_s * math.ceil(asked / THREADS))
         return iter(found)
 
@@ -161,13 +165,14 @@ def rounds_of(n: int) -> dict[str, float]:
     if missing := [key for key in sent if key not in store.created_s]:
         raise RuntimeError(f"{len(missing)} of {n} replicas sent no work in a round, such as {missing[0]}.")
     sent_s = max(store.created_s[key] for key in sent)
-    sealed_s = [store.created_s[run.keys.seal(entry)] for entry in (ROUNDS - 2, ROUNDS - 1)]
+    seconds = range(*(int(store.created_s[run.keys.seal(entry)]) for entry in (ROUNDS - 2, ROUNDS - 1)))
     adopted_s = max(process.adopted_s[ROUNDS - 2] for process in run.processes)
     return {
         "requests": fmean(in_round),
         "sealer": max(in_round),
         "bucket_per_s": sum(in_round) / PHASE_S,
-        "busiest_s": max(store.seconds[second] for second in range(*map(int, sealed_s))),
+        "busiest_reads": max(store.reads[second] for second in seconds),
+        "busiest_writes": max(store.writes[second] for second in seconds),
         "decide_s": adopted_s - sent_s,
         "seal_kb": len(seal) / 1e3,
         "read_kb": fmean(read_later.get(name, 0) - read.get(name, 0) for name in names) / 1e3,
@@ -252,12 +257,13 @@ class Cost:
 
     @property
     def exponent(self) -> float | None:
-        """The slope between the two largest sizes, on logarithmic axes. None: there is one size."""
+        """The slope between the two largest sizes, on logarithmic axes. None: there is one size, or nothing grows."""
         known = sorted(n for n, value in self.values.items() if value > 0)
         if len(known) < 2:
             return None
         few, many = known[-2:]
-        return math.log(self.values[many] / self.values[few]) / math.log(many / few)
+        slope = math.log(self.values[many] / self.values[few]) / math.log(many / few)
+        return slope if slope >= 0 else None
 
 
 def costs(rounds_at: Sequence[int], views_at: Sequence[int]) -> list[Cost]:
@@ -302,7 +308,8 @@ def results(found: Sequence[Cost]) -> dict[str, Any]:
             {
                 "caption": f"Rounds of {PHASE_S:g} s, a bucket that answers in {ANSWER_S * 1e3:g} ms, {THREADS} reads "
                 "at once. A quantity with the exponent 1 grows like N, and one with 2 like N squared. The exponent is "
-                "the slope between the two largest sizes. An empty cell was not measured:",
+                "the slope between the two largest sizes, and empty if nothing grows. Other empty cells were not "
+                "measured:",
                 "columns": {"cost": "cost", **{str(n): f"N = {n:,}" for n in sizes}, "exponent": "exponent"},
                 "rows": rows,
             }
@@ -318,31 +325,38 @@ def about(found: Sequence[Cost]) -> str:
     """
     by_name = {cost.name: cost for cost in found}
     largest = max(by_name["bucket_per_s"].values)
-    per_s, busiest_s, decide_s = (by_name[name].values[largest] for name in ("bucket_per_s", "busiest_s", "decide_s"))
+    names = ("bucket_per_s", "busiest_reads", "busiest_writes", "decide_s")
+    per_s, reads, writes, decide_s = (by_name[name].values[largest] for name in names)
+    end = math.floor(min(READS_PER_S / reads, WRITES_PER_S / writes) * largest)
+    is_promised = reads <= READS_PER_S and writes <= WRITES_PER_S
     return (
         "Simulated replicas run the real code of the rounds, from one seed. Their clock and their training are "
         "simulated, and a contribution is small. So requests, bytes and the seconds of a round do not depend on the "
         "machine. The seconds of processor time do.\n\n"
         f"The goal is that N = {GOAL_N:,} is comfortable on an ordinary bucket. N = {largest:,} makes {per_s:,.0f} "
-        f"requests in a second on average, and {busiest_s:,.0f} in the busiest second of a round. All replicas have "
-        f"the mean {decide_s:.1f} s after the last contribution. S3 promises {MOST_PER_S:,} writes and "
-        f"{READS_PER_S:,} reads in a second for each prefix, and most of these requests are reads. If the requests "
-        f"grow like N, the busiest second has {READS_PER_S:,} requests at about "
-        f"N = {round(READS_PER_S / busiest_s * largest, -2):,.0f}.\n\n"
-        f"The bytes of the model end sooner. A mean has at most {MAX_SHARDS} shards, so with more replicas the busiest "
-        f"replica of a round reads N / {MAX_SHARDS} models and one more: {models_read(GOAL_N):.0f} models at "
-        f"N = {GOAL_N:,}. With 1B parameters in `int4`, and 1 Gbit/s, this takes {models_s(GOAL_N):.0f} s. A smaller "
-        "model, a longer round, a shorter wire or a faster link moves this end."
+        f"requests in a second on average. In the busiest seconds of a round there are {reads:,.0f} reads or "
+        f"{writes:,.0f} writes. All replicas have the mean {decide_s:.1f} s after the last contribution. S3 promises "
+        f"{READS_PER_S:,} reads and {WRITES_PER_S:,} writes in a second for each prefix, so these requests are "
+        f"{'within' if is_promised else 'above'} its promise. If they grow like N, the promise ends at about "
+        f"N = {end:,}. Above it, S3 asks replicas to slow down, and they ask again later.\n\n"
+        f"A mean has at most {MAX_SHARDS} shards, so with more replicas the busiest replica of a round reads about "
+        f"N / {MAX_SHARDS} models and one more: {models_read(GOAL_N):.0f} models at N = {GOAL_N:,}. With `int4` and "
+        f"1 Gbit/s, this takes {models_s(GOAL_N, 10**8):.0f} s for 100M parameters, and {models_s(GOAL_N, 10**9):.0f} "
+        f"s for 1B. So a round of {PHASE_S:g} s is long enough for the first, and not for the second. A longer round, "
+        "a shorter wire or a faster link moves this end."
     )
 
 
-def models_s(n: int) -> float:
-    """Return the seconds in which the busiest replica reads its contributions of 1B parameters in int4, at 1 Gbit/s.
+def models_s(n: int, n_parameters: int) -> float:
+    """Return the seconds in which the busiest replica of a round with `wire="int4"` reads its objects at 1 Gbit/s.
 
     Args:
         n: the number of replicas.
+        n_parameters: the parameters of the model.
     """
-    return 0.5e9 * models_read(n) / 125e6
+    layout = Layout(n_parameters, Limits(), WIRES["int4"], WIRES["int8"])
+    n_shards = layout.n_shards(n)
+    return ((n - 1) * layout.size_bytes + (n_shards - 1) * layout.mean_bytes) / n_shards / LINK_BYTES_PER_S
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
