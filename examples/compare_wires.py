@@ -18,10 +18,9 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,6 +29,7 @@ import torch
 
 from diloco import DiLoCo
 from diloco.demo import OUTER_LR, OUTER_MOMENTUM, Inner, held_out_loss, load_text
+from diloco.in_processes import in_processes
 from diloco.planner import Link, Processor, cost_of_round
 from executors.store import MemoryStore
 
@@ -227,6 +227,10 @@ def _bytes_per_value(wire: str, mean_wire: str | None, n: int) -> tuple[float, f
     return cost.up / MANY_VALUES, cost.down / MANY_VALUES
 
 
+def _train(arguments: tuple[str, int, int, int, int, int]) -> Trained:
+    return train(*arguments)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Compare wires and overlaps by the loss that they end with.")
     parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="only settings with one of these words")
@@ -266,13 +270,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = read_results(chosen.json) if chosen.json is not None else []
     has_run = {run.arguments for run in found}
     command = shlex.join(["python", "examples/compare_wires.py", *(sys.argv[1:] if arguments is None else arguments)])
-    with ProcessPoolExecutor(chosen.processes, get_context("spawn")) as pool:
-        runs = [pool.submit(train, *each) for each in wanted if each not in has_run]
-        for done in as_completed(runs):
-            found.append(run := done.result())
-            print(f"H = {run.inner_steps}, seed {run.seed}, {run.setting}: {run.loss:.4f}", file=sys.stderr, flush=True)
-            if chosen.json is not None:
-                write_results(chosen.json, found, command)
+    left = [each for each in wanted if each not in has_run]
+    for run in in_processes(_train, left, chosen.processes):
+        found.append(run)
+        print(f"H = {run.inner_steps}, seed {run.seed}, {run.setting}: {run.loss:.4f}", file=sys.stderr, flush=True)
+        if chosen.json is not None:
+            write_results(chosen.json, found, command)
     print(*table([run for run in found if run.arguments in set(wanted)], chosen.inner_steps), sep="\n")
 
 

@@ -24,11 +24,9 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import cache, partial
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -44,6 +42,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from diloco import DiLoCo
 from diloco.demo import ByteTransformer, load_text
 from diloco.fragments import Fragment, plan_fragments
+from diloco.in_processes import in_processes
 from diloco.live_parameters import difference, set_live
 from diloco.outer_optimizer import NesterovSGD
 from diloco.settings import DiLoCoSettings
@@ -580,9 +579,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{len(done)} points are finished, {len(points)} are left.", file=sys.stderr, flush=True)
     if points:
         begin_line(chosen.lines)
-    with chosen.lines.open("a") as lines, ProcessPoolExecutor(chosen.processes, get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(measure, point) for point in points]):
-            lines.write(future.result().line() + "\n")
+    with chosen.lines.open("a") as lines:
+        for measured in in_processes(measure, points, chosen.processes):
+            lines.write(measured.line() + "\n")
             lines.flush()
     if chosen.write is not None:
         write_results(chosen.write, read_lines(chosen.lines))

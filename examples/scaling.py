@@ -33,12 +33,11 @@ import platform
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -49,6 +48,8 @@ from xxhash import xxh3_128
 
 from diloco import DiLoCo
 from diloco.demo import ByteTransformer
+from diloco.in_processes import in_processes
+from diloco.rendezvous.keys import Keys
 from executors.store import MemoryStore
 
 Way = Literal["alone", "data-parallel", "diloco"]
@@ -56,6 +57,7 @@ CORPUS_BYTES, SMALLEST_FILE, HELD_OUT = 80 << 20, 1 << 10, 50
 """The bytes of text to read, the bytes of a file to read, and N: one of N files is held out."""
 COMMAND = "python examples/scaling.py --lines scaling.jsonl --write docs/results/scaling.json"
 BATCH = 8  # windows in a batch of one replica
+RUN_ID, NAME = "scaling", "main"
 WARMUP, FLOOR = (
     0.05,
     0.1,
@@ -332,8 +334,22 @@ class Replicas:
         self._store = MemoryStore()
         for key, data in kept.get("objects", {}).items():
             self._store.put(key, data.numpy().tobytes())
+        self._end_earlier_attempts(kept.get("objects", ()))
         self._dilocos = [] if together else list(at_once.map(self._open, range(plan.n)))
         self.bytes_up, self.bytes_down = kept.get("bytes_up", 0), kept.get("bytes_down", 0)
+
+    def _end_earlier_attempts(self, kept: Collection[str]) -> None:
+        """Record that the replicas of an earlier process have left.
+
+        Otherwise the first replica that continues would believe that the others are in the middle of a phase. It would
+        then send its work at once, and its next steps would be in no average.
+        """
+        keys = Keys(RUN_ID, NAME)
+        for rank in range(self._plan.n):
+            attempt = 0
+            while keys.claim(rank, attempt) in kept:
+                self._store.put(keys.bye(rank, attempt), b"")
+                attempt += 1
 
     def _open(self, rank: int) -> DiLoCo:
         plan = self._plan
@@ -349,7 +365,8 @@ class Replicas:
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
             store=self._store,
-            run_id="scaling",
+            run_id=RUN_ID,
+            name=NAME,
             rank=rank,
             world_size=plan.n,
         )
@@ -524,20 +541,6 @@ def document(runs: Sequence[Trained]) -> dict[str, Any]:
     return {"command": COMMAND, "runs": [asdict(run) for run in ordered]}
 
 
-def carried_out(plans: Sequence[Plan], folder: Path, processes: int, branches: Sequence[int]) -> Iterator[Trained]:
-    """Carry out runs, and yield each when it has ended.
-
-    Args:
-        plans: the runs.
-        folder: the folder of checkpoints.
-        processes: the number of runs at a time.
-        branches: the steps at which data-parallel runs keep their state for runs that they pretrain.
-    """
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(train, plan, folder, branches=branches) for plan in plans]):
-            yield done.result()
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Measure how DiLoCo scales with the size of the model.")
     parser.add_argument(
@@ -587,10 +590,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = chosen.lines.with_suffix(".checkpoints")
         folder.mkdir(exist_ok=True)
         left = [plan for plan in grid(chosen) if (plan, corpus().digest) not in found]
+        carry_out = partial(train, folder=folder, branches=[step for step in chosen.pretrained if step])
         # Data-parallel runs come first, because they keep the states from which pretrained runs begin.
         for is_first in (True, False):
             plans = [plan for plan in left if (plan.way != "diloco") == is_first]
-            for run in carried_out(plans, folder, chosen.processes, [step for step in chosen.pretrained if step]):
+            for run in in_processes(carry_out, plans, chosen.processes):
                 found[run.plan, run.corpus] = run
                 with chosen.lines.open("a") as file:
                     file.write(json.dumps(asdict(run)) + "\n")

@@ -178,9 +178,13 @@ def _goal(runs: Sequence[Run]) -> str:
         "missed" if not holding else "reached" if len(holding) == len(found) else f"reached with {', '.join(holding)}"
     )
     each = ", ".join(f"{above:+.1f} % with {outer}" for outer, above in by_size)
-    n_seeds = max(len(each) for each in measured.values())
-    seeds = "one seed" if n_seeds == 1 else f"up to {n_seeds} seeds"
-    return f"The goal was {word}. By outer learning rate and momentum, with {seeds}: {each}."
+    return f"The goal was {word}. By outer learning rate and momentum: {each}."
+
+
+def _seeds(runs: Sequence[Run]) -> str:
+    """Return a sentence about the number of seeds."""
+    n = len({run.seed for run in runs})
+    return "Each number is from one seed." if n == 1 else f"A number is the mean of up to {n} seeds."
 
 
 def section(found: Mapping[str, Any]) -> str:
@@ -198,6 +202,9 @@ def section(found: Mapping[str, Any]) -> str:
         f"`inner_steps={INNER_STEPS}`. "
         "*Pretrained* is the number of the first steps that are data-parallel. The replicas then continue with the "
         "same parameters and moments of AdamW. A run without pretraining starts from random parameters.",
+        f"{_seeds(runs)} The columns *parameters*, *steps*, *pretrained* and *replicas* are the options `--sizes`, "
+        "`--steps`, `--pretrained` and `--replicas` of the command below. The default outer learning rate and momentum "
+        "of plans of up to 1,000 steps are 1.0 and 0.5.",
         _goal(runs),
         *(
             f"```{{image}} scaling-{theme.name}.svg\n:alt: {drawing(theme, runs).title}\n:class: only-{theme.name}\n```"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,12 @@ scaling.train(test_scaling.a_plan(**changed), Path(folder), save_every_s=0.0)
 """
 
 
+def interrupt(folder: Path, changed: dict[str, Any]) -> None:
+    """Begin a run in another process, which dies after the second checkpoint."""
+    command = [sys.executable, "-c", KILLED, str(folder), json.dumps(changed)]
+    assert subprocess.run(command, cwd=Path(__file__).parents[1], check=False).returncode == 9
+
+
 @pytest.mark.parametrize("changed", [{}, {"way": "data-parallel", "inner_steps": 0, "wire": ""}], ids=str)
 def test_an_interrupted_run_continues_at_its_checkpoint_with_the_same_bits(
     changed: dict[str, Any], tmp_path: Path
@@ -87,11 +94,29 @@ def test_an_interrupted_run_continues_at_its_checkpoint_with_the_same_bits(
     scaling = load_example("scaling.py")
     plan = a_plan(**changed)
     whole = scaling.train(plan)
-    command = [sys.executable, "-c", KILLED, str(tmp_path), json.dumps(changed)]
-    assert subprocess.run(command, cwd=Path(__file__).parents[1], check=False).returncode == 9
+    interrupt(tmp_path, changed)
     continued = scaling.train(plan, tmp_path)
     assert (continued.curve, continued.interruptions) == (whole.curve, 1)
     assert list(tmp_path.iterdir()) == []
+
+
+class OneAfterTheOther(ThreadPoolExecutor):
+    """Threads that open the replicas of a run one after the other, and then do all else at once."""
+
+    def map(self, act: Any, *things: Any, **options: Any) -> Any:
+        """Call a function with each thing."""
+        return map(act, *things) if act.__name__ == "_open" else super().map(act, *things, **options)
+
+
+def test_replicas_that_continue_one_after_the_other_are_all_in_the_next_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaling = load_example("scaling.py")
+    plan = a_plan()
+    whole = scaling.train(plan)
+    interrupt(tmp_path, {})
+    monkeypatch.setattr(scaling, "ThreadPoolExecutor", OneAfterTheOther)
+    assert scaling.train(plan, tmp_path).curve == whole.curve
 
 
 PRETRAINED = {"pretrained": 4}
@@ -124,7 +149,7 @@ def test_the_published_file_has_all_runs_and_none_of_them_is_repeated(
     scaling = load_example("scaling.py")
     lines, published, again = tmp_path / "runs.jsonl", tmp_path / "scaling.json", tmp_path / "again.jsonl"
     runs = [scaling.train(a_plan(way="alone", n=1, inner_steps=0, wire="", steps=4)), scaling.train(a_plan(steps=4))]
-    monkeypatch.setattr(scaling, "carried_out", lambda plans, *_: [run for run in runs if run.plan in plans])
+    monkeypatch.setattr(scaling, "in_processes", lambda _, plans, n: [run for run in runs if run.plan in plans])
     grid = ["--sizes", "0.14M", "--replicas", str(N), "--inner-steps", str(INNER_STEPS), "--steps", "4"]
     scaling.main(["--lines", str(lines), *grid, "--write", str(published)])
     assert {run.plan for run in scaling.read_runs(published)} == {run.plan for run in runs}
