@@ -103,9 +103,9 @@ def test_an_interrupted_run_continues_at_its_checkpoint_with_the_same_bits(
 class OneAfterTheOther(ThreadPoolExecutor):
     """Threads that open the replicas of a run one after the other, and then do all else at once."""
 
-    def map(self, act: Any, *things: Any, **options: Any) -> Any:
-        """Call a function with each thing."""
-        return map(act, *things) if act.__name__ == "_open" else super().map(act, *things, **options)
+    def map(self, fn: Any, *iterables: Any, **options: Any) -> Any:
+        """Call a function with each element."""
+        return map(fn, *iterables) if fn.__name__ == "_open" else super().map(fn, *iterables, **options)
 
 
 def test_replicas_that_continue_one_after_the_other_are_all_in_the_next_round(
