@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from diloco.lr_schedules import check_can_follow, last_count_of, steps_counted, unwrapped
-from diloco.rendezvous.claims import Identity
 from diloco.rendezvous.envelope import BadRecordError, Proof, frame, reading, typed, unframe
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.phase import RoundPlan
 from diloco.rendezvous.restore import RestoredWork
 from diloco.rendezvous.retrying_store import RetryingStore, is_local_store, read_ahead

@@ -32,9 +32,9 @@ from diloco.member_group import Call, Members, error_of
 from diloco.model_state import ModelState
 from diloco.outer import DiLoCo, open_diloco
 from diloco.process_check import store_of_members
-from diloco.rendezvous.claims import Identity
 from diloco.rendezvous.envelope import proof_of
 from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Limits, RoundReport
 from diloco.rendezvous.run_location import RunLocation

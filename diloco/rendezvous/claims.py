@@ -14,34 +14,17 @@ from typing import Self
 from diloco.errors import DiLoCoError
 from diloco.rendezvous.envelope import BadRecordError, Proof, frame, reading, typed, unframe
 from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import MISREAD, Identity, KnownAddedRanks
 from diloco.rendezvous.retrying_store import RetryingStore
 from executors.attempt.signed_record import is_proven, proof_of_record
-from executors.errors import CorruptObjectError, StoreError
-from executors.store.added_ranks import MAX_ADDED, AddedRanks
+from executors.errors import StoreError
 from executors.store.records import MAX_RECORD_BYTES
 
 log = logging.getLogger(__name__)
 
 MAX_HOST = 255
-MISREAD = 3
-"""The number of wrong readings after which a record counts as missing."""
 BYE_TRIES = 3
 """The number of tries to store a bye object. Without it, the other replicas wait for a few seconds longer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """The identity of one process as a replica of a run.
-
-    Example:
-        Identity(rank=0, world_size=4, attempt=0, nonce=secrets.token_hex(8))
-    """
-
-    rank: int
-    world_size: int
-    attempt: int
-    nonce: str
-    """A random text that distinguishes this process from all others, also from other attempts of its rank."""
 
 
 def claim(
@@ -104,36 +87,6 @@ def claim(
             rank += 1
         else:
             attempt += 1
-
-
-class KnownAddedRanks:
-    """The ranks that were added to a run after its launch, as far as this process has read their records.
-
-    Args:
-        store: the store of the run.
-        keys: the keys of the rendezvous.
-    """
-
-    def __init__(self, store: RetryingStore, keys: Keys) -> None:
-        self.ranks: set[int] = set()
-        self._store = store
-        self._keys = keys
-        self._n_read = self._n_misread = 0
-
-    def look(self) -> None:
-        """Read the new records of added ranks. A record that cannot be read adds no rank."""
-        while len(self.ranks) < MAX_ADDED and self._n_read < MAX_ADDED:
-            key = self._keys.added(self._n_read)
-            data = self._store.peek(key, size=MAX_RECORD_BYTES)
-            if data is None:
-                return
-            try:
-                self.ranks.update(AddedRanks.parse(data, key).ranks)
-            except CorruptObjectError:
-                self._n_misread += 1
-                if self._n_misread < MISREAD:  # perhaps the record is intact and only the reading was wrong
-                    return
-            self._n_read, self._n_misread = self._n_read + 1, 0
 
 
 def _owner(claimed: memoryview | None, plain: str, run_key: bytes | None) -> str | None:

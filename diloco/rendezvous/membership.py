@@ -7,10 +7,10 @@ outcome. Nothing here depends on clocks of other machines, heartbeats or modific
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from time import monotonic
 
 from diloco.errors import AbortedError, FencedError
-from diloco.rendezvous.claims import Identity, KnownAddedRanks
 from diloco.rendezvous.earlier_call import EarlierCall
 from diloco.rendezvous.frames import Contribution, Seal
 from diloco.rendezvous.keys import Keys
@@ -18,7 +18,11 @@ from diloco.rendezvous.retrying_store import THREADS, Map, RetryingStore
 from executors.attempt.outcome import MAX_OUTCOME_BYTES, parse_outcome
 from executors.errors import CorruptObjectError, RunNotFoundError
 from executors.replica.restartable import AWAITED_S
+from executors.store.added_ranks import MAX_ADDED, AddedRanks
+from executors.store.records import MAX_RECORD_BYTES
 
+MISREAD = 3
+"""The number of wrong readings after which a record counts as missing."""
 FENCE_S = 10.0
 """Seconds after which a replica out of phase checks again whether a newer attempt of its rank exists."""
 RETURNS_S = 2 * AWAITED_S
@@ -28,6 +32,51 @@ The process writes a bye object after `AWAITED_S`. The rest is for its clean-up,
 """
 DELETED_LOOKS, DELETED_LOOK_S = 3, 10.0
 """A run counts as deleted if objects that a run always has are missing in three looks, ten seconds apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The identity of one process as a replica of a run.
+
+    Example:
+        Identity(rank=0, world_size=4, attempt=0, nonce=secrets.token_hex(8))
+    """
+
+    rank: int
+    world_size: int
+    attempt: int
+    nonce: str
+    """A random text that distinguishes this process from all others, also from other attempts of its rank."""
+
+
+class KnownAddedRanks:
+    """The ranks that were added to a run after its launch, as far as this process has read their records.
+
+    Args:
+        store: the store of the run.
+        keys: the keys of the rendezvous.
+    """
+
+    def __init__(self, store: RetryingStore, keys: Keys) -> None:
+        self.ranks: set[int] = set()
+        self._store = store
+        self._keys = keys
+        self._n_read = self._n_misread = 0
+
+    def look(self) -> None:
+        """Read the new records of added ranks. A record that cannot be read adds no rank."""
+        while len(self.ranks) < MAX_ADDED and self._n_read < MAX_ADDED:
+            key = self._keys.added(self._n_read)
+            data = self._store.peek(key, size=MAX_RECORD_BYTES)
+            if data is None:
+                return
+            try:
+                self.ranks.update(AddedRanks.parse(data, key).ranks)
+            except CorruptObjectError:
+                self._n_misread += 1
+                if self._n_misread < MISREAD:  # perhaps the record is intact and only the reading was wrong
+                    return
+            self._n_read, self._n_misread = self._n_read + 1, 0
 
 
 # More than 20 methods: each is one question about the replicas of the run, and all answer from the same few objects.

@@ -14,11 +14,10 @@ from itertools import pairwise
 from time import monotonic
 from typing import Any, Literal, NamedTuple
 
-from diloco.rendezvous.claims import Identity
 from diloco.rendezvous.envelope import Proof
 from diloco.rendezvous.frames import MAX_SHARDS, READ_TRIES, Contribution, MeanHead, hash_order, head_bytes
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import Membership
+from diloco.rendezvous.membership import Identity, Membership
 from diloco.rendezvous.phase import Phase, RoundPlan
 from diloco.rendezvous.reduction import BlockFormat, Reduce, weighted_mean
 from diloco.rendezvous.retrying_store import Ask, Map, RetryingStore, at_once, backoff

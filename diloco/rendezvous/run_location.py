@@ -7,9 +7,10 @@ from time import sleep
 from typing import Any, Literal
 
 from diloco.errors import DiLoCoError
-from diloco.rendezvous.claims import Identity, claim, claim_process, process_nonce
+from diloco.rendezvous.claims import claim, claim_process, process_nonce
 from diloco.rendezvous.envelope import Proof, check_run_key, check_signed
 from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.retrying_store import RetryingStore
 from executors.errors import ReplicasError
 from executors.patience import START, retry

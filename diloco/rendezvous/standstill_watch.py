@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from diloco.rendezvous.claims import Identity
 from diloco.rendezvous.frames import READ_TRIES, Contribution
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import Membership
+from diloco.rendezvous.membership import Identity, Membership
 from diloco.rendezvous.retrying_store import RetryingStore
 from executors.store.standstill import Standstill, describe_standstill
 

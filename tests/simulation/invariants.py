@@ -20,10 +20,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from diloco.rendezvous import phase as rounds
-from diloco.rendezvous.claims import Identity
 from diloco.rendezvous.envelope import UNSIGNED, Proof
 from diloco.rendezvous.frames import Contribution, MeanHead, Seal, head_bytes
 from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.reduction import ShardInput, weighted_mean
 from diloco.rendezvous.round import MOST_PAUSE_S, Layout, Limits, RoundReport
 from diloco.rendezvous.snapshot import SnapshotPointer, decode_part

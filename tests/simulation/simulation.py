@@ -19,9 +19,10 @@ from support.patience import ENDLESS
 
 from diloco.errors import DivergenceError, FencedError, QuorumTimeoutError
 from diloco.rendezvous import phase as rounds
-from diloco.rendezvous.claims import Identity, claim
+from diloco.rendezvous.claims import claim
 from diloco.rendezvous.frames import MeanHead, digests_of
 from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.reduction import BlockFormat, ShardInput, Write, weighted_mean
 from diloco.rendezvous.restore import RestoredWork
 from diloco.rendezvous.retrying_store import Map, RetryingStore

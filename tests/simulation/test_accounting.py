@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco.rendezvous.claims import Identity
 from diloco.rendezvous.envelope import UNSIGNED, Proof
 from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.reduction import weighted_mean
 from diloco.rendezvous.restore import LogReplayer, RestoredWork
 from diloco.rendezvous.retrying_store import RetryingStore

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import pytest
 from support.patience import ENDLESS
 
-from diloco.rendezvous.claims import Identity, claim
+from diloco.rendezvous.claims import claim
 from diloco.rendezvous.contribution import WorkScale
 from diloco.rendezvous.earlier_call import EarlierCall
 from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.frames import READ_TRIES, Contribution, Seal, SealedReplica, hash_order
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import RETURNS_S, Membership
+from diloco.rendezvous.membership import RETURNS_S, Identity, Membership
 from diloco.rendezvous.phase import Phase, RoundPlan
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Context, EntryState, Limits, PendingWork

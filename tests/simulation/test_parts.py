@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from support.patience import ENDLESS
 
 from diloco.errors import DivergenceError
-from diloco.rendezvous.claims import Identity
 from diloco.rendezvous.envelope import UNSIGNED, BadRecordError
 from diloco.rendezvous.frames import (
     MAX_SHARDS,
@@ -29,6 +28,7 @@ from diloco.rendezvous.frames import (
     head_bytes,
 )
 from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.reduction import BadInputError, BlockFormat, ShardInput, weighted_mean
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import EntryState, Layout, Limits, PendingWork, owners, shards_of

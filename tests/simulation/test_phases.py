@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from diloco.rendezvous.claims import Identity
 from diloco.rendezvous.frames import Seal, hash_order
+from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.phase import Phase, RoundPlan
 from diloco.rendezvous.training_side import TrainingSide
 from simulation.integer_state import IntegerState

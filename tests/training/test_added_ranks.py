@@ -15,9 +15,9 @@ from torch import nn
 
 from diloco import DiLoCo
 from diloco.errors import ContributionError
-from diloco.rendezvous.claims import Identity, claim
+from diloco.rendezvous.claims import claim
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import Membership
+from diloco.rendezvous.membership import Identity, Membership
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.testing import run_replicas
 from diloco.trainers.trainer_link import TrainerLink, location_of, step_of_begin

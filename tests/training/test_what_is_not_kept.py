@@ -16,9 +16,10 @@ from torch import nn
 from diloco import attached_state
 from diloco.attached_state import AttachedState
 from diloco.outer import open_diloco
-from diloco.rendezvous.claims import Identity, claim
+from diloco.rendezvous.claims import claim
 from diloco.rendezvous.envelope import UNSIGNED
 from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.phase import RoundPlan
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Limits

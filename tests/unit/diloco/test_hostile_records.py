@@ -18,11 +18,12 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 from diloco.attached_state import AttachedState
 from diloco.errors import AbortedError, ContributionError, QuorumTimeoutError
 from diloco.outer import open_diloco
-from diloco.rendezvous.claims import Identity, _claimed, claim
+from diloco.rendezvous.claims import _claimed, claim
 from diloco.rendezvous.envelope import UNSIGNED, BadRecordError, frame, unframe
 from diloco.rendezvous.frames import Contribution, MeanHead, Seal, SealedReplica, digests_of, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.mean import Reducer
+from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.phase import RoundPlan
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.round import Context, EntryState, Limits

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from support.patience import ENDLESS
 
-from diloco.rendezvous.claims import Identity
 from diloco.rendezvous.envelope import UNSIGNED, unframe
 from diloco.rendezvous.frames import Contribution, Seal, SealedReplica, digests_of, head_bytes
 from diloco.rendezvous.keys import Keys
 from diloco.rendezvous.mean import Reducer
+from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.phase import RoundPlan
 from diloco.rendezvous.reduction import Reduce, weighted_mean
 from diloco.rendezvous.retrying_store import ParallelMap, RetryingStore

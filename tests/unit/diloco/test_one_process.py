@@ -9,9 +9,10 @@ from support.patience import ENDLESS
 from support.training import next_process
 
 from diloco.errors import DiLoCoError
-from diloco.rendezvous.claims import Identity, ProcessRecord, claim_process
+from diloco.rendezvous.claims import ProcessRecord, claim_process
 from diloco.rendezvous.envelope import UNSIGNED, Proof, frame, proof_of
 from diloco.rendezvous.keys import Keys
+from diloco.rendezvous.membership import Identity
 from diloco.rendezvous.retrying_store import RetryingStore
 from executors.store import MemoryStore
 

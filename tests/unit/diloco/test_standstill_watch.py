@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from diloco.rendezvous.claims import Identity
 from diloco.rendezvous.frames import READ_TRIES
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import Membership
+from diloco.rendezvous.membership import Identity, Membership
 from diloco.rendezvous.retrying_store import RetryingStore
 from diloco.rendezvous.standstill_watch import StandstillWatch
 from executors.store import MemoryStore

@@ -13,9 +13,9 @@ import pytest
 from support.hostile_records import BAD_OUTCOMES, outcome_json
 
 from diloco.errors import FencedError
-from diloco.rendezvous.claims import Identity, claim
+from diloco.rendezvous.claims import claim
 from diloco.rendezvous.keys import Keys
-from diloco.rendezvous.membership import Membership
+from diloco.rendezvous.membership import Identity, Membership
 from diloco.rendezvous.retrying_store import RetryingStore
 from executors.attempt import Attempt, Claim
 from executors.attempt.outcome import MAX_OUTCOME_BYTES
