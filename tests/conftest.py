@@ -7,6 +7,7 @@ import gc
 import math
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,10 @@ for name in (
     "MASTER_PORT",
 ):
     os.environ.pop(name, None)
+# `nohup make test &` starts us with signals that are ignored, and all processes of the tests would inherit that.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 LIVE_NAMES = ("HF_TOKEN", "KUBECONFIG", "REPLICAS_LIVE_RENDEZVOUS")
 LIVE = {name: os.environ[name] for name in LIVE_NAMES if os.environ.get(name)}
 """The variables that only tests marked `live` may use."""

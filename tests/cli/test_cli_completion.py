@@ -41,7 +41,8 @@ def complete(home: Path, *words: str) -> list[str]:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home folder in which the completion of bash is installed."""
     folder = tmp_path_factory.mktemp("home")
-    assert "bash completion installed" in call(folder, "bash", "-c", "replicas --install-completion")
+    # with a second command, bash stays the parent of the first one, which asks its parents for the name of the shell
+    assert "bash completion installed" in call(folder, "bash", "-c", "replicas --install-completion; exit $?")
     return folder
 
 
