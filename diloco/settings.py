@@ -339,8 +339,8 @@ class DiLoCoSettings:
         """
         if self.wire != "fp32" and n_elements >= LEAST_COSTLY_WIRE:
             warnings.warn(
-                f"wire={self.wire!r}: the store is a directory of this machine, where encoding takes longer than it "
-                'saves. wire="fp32" has faster and exact rounds, unless the directory is on a slow or a network disk.',
+                f"wire={self.wire!r}: the store is on this machine, where encoding takes longer than it saves. "
+                'wire="fp32" has faster and exact rounds, unless the store is on a slow or a network disk.',
                 stacklevel=3,
             )
 
