@@ -175,7 +175,8 @@ class DiLoCo:
         wire: Encoding of contributions. Default "fp32". "bf16" has half the bytes, "int8" a quarter and "int4" an
             eighth. The rounding error is kept, and is part of the next contribution. "top8" has a 42nd: it sends one
             value in eight, and later contributions have the rest. It needs memory for one more copy of the model, and
-            costs loss in short runs and with more than 20 `inner_steps`.
+            costs loss in short runs and with more than 20 `inner_steps`, most of it if the run begins with random
+            parameters.
         mean_wire: Encoding of means: "fp32", "bf16", "int8", "int4" or "each". Default None: the value of `wire`, but
             "int8" if `wire` is "int4", and "int4" if `wire` is "top8". "each": no mean is stored, and each replica
             reads all contributions. With up to about 7 replicas and "top8", that moves the fewest bytes.
