@@ -65,6 +65,11 @@ class Run:
     def loss(self) -> float:
         return self.curve[-1][1]
 
+    @property
+    def bytes_of_a_step(self) -> float:
+        """Bytes that one replica has sent for each parameter and each step with rounds."""
+        return self.bytes_up / self.n_parameters / (self.steps - self.pretrained)
+
 
 def runs_of(found: Mapping[str, Any]) -> list[Run]:
     """Return the runs of a data file, the smallest size first.
@@ -137,7 +142,7 @@ def by_wire(runs: Sequence[Run]) -> str:
         runs: All runs.
     """
     plain = [run for run in runs if (run.way, run.n, run.inner_steps, run.outer) == ("diloco", N, INNER_STEPS, "")]
-    wires = list(dict.fromkeys(run.wire for run in sorted(plain, key=lambda run: -run.bytes_up)))
+    wires = list(dict.fromkeys(run.wire for run in sorted(plain, key=lambda run: -run.bytes_of_a_step)))
     rows = []
     for plan in _plans(run for run in plain if run.wire != "fp32"):
         chosen = [run for run in plain if (run.size, run.steps, run.pretrained) == plan]
