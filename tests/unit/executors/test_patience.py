@@ -15,6 +15,7 @@ from executors.patience import (
     CONTROLLER,
     FIRST_WORD_S,
     FOLLOWER,
+    LONGEST_PAUSE_S,
     OUTCOME,
     ROUND,
     SUPERVISOR,
@@ -99,10 +100,17 @@ def test_a_hiccup_is_not_spoken_of() -> None:
     assert scene.said == []
 
 
-def test_a_wait_is_reported_after_5_s_then_once_a_minute_and_when_it_ends() -> None:
+@pytest.mark.parametrize("chance", [0.0, 0.5, 1.0])
+def test_a_wait_is_reported_after_5_s_then_once_a_minute_and_when_it_ends(
+    chance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executors.patience._chance", lambda: chance)
     scene = Scene()
     scene.is_asked(StoreError("Cannot read 'x': away."), 3.5 * AGAIN_S)
-    assert re.fullmatch(r"waiting for the store, \d s so far, 30 min at most: Cannot read .x.: away\.", scene.said[0])
+    first = r"waiting for the store, (\d+) s so far, 30 min at most: Cannot read .x.: away\."
+    found = re.fullmatch(first, scene.said[0])
+    assert found is not None
+    assert FIRST_WORD_S <= int(found[1]) <= FIRST_WORD_S + LONGEST_PAUSE_S
     assert len(scene.said) == 1 + 3 + 1
     assert scene.said[-1].startswith("the wait for the store has ended after ")
 
