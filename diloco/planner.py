@@ -30,7 +30,7 @@ SPARSE_ROUNDS, SPARSE_INNER_STEPS = 60, 20
 """The sparse wire is proposed for at least this number of rounds, with at most this number of inner steps.
 
 Outside of these limits it cost more than 1 % of loss from random parameters, because the rest is about 1.3 rounds of
-work. After pretraining it cost 0.2 % in ten rounds of 50 steps (`docs/results/scaling.json`).
+work. After pretraining it cost 0.2 % in ten rounds of 50 steps, and 0.5 % in four (`docs/results/scaling.json`).
 """
 SPARSE_LOSS_PERCENT = (0.4, 1.0)
 """The smallest and the largest loss above `fp32` that the sparse wire had within these limits, in percent.
