@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
 from multiprocessing import get_context, parent_process
 from threading import Thread
 from typing import TypeVar
@@ -26,22 +26,27 @@ def in_processes(act: Callable[[T], R], arguments: Iterable[T], processes: int) 
         arguments: its arguments, in the order in which calls begin.
         processes: the number of calls at a time, at least 1.
 
+    Raises:
+        BrokenProcessPool: one of the processes was killed. No further call is made.
+
     Example:
         for loss in in_processes(train, plans, processes=2): …
     """
     errors: list[BaseException] = []
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=_end_with_the_parent) as pool:
-        calls = [pool.submit(act, argument) for argument in arguments]
-        try:
-            for call in as_completed(calls):
-                error = call.exception()
-                if error is None:
-                    yield call.result()
-                else:
-                    errors.append(error)
-                    print(f"A call failed, and the others continue: {error!r}", file=sys.stderr, flush=True)
-        finally:  # after an interruption or an error of the caller, no further call begins
-            pool.shutdown(wait=False, cancel_futures=True)
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_end_with_the_parent)
+    try:
+        calls = {pool.submit(act, argument): argument for argument in arguments}
+        for call in as_completed(calls):
+            error = call.exception()
+            if isinstance(error, BrokenExecutor):
+                raise error
+            if error is None:
+                yield call.result()
+            else:
+                errors.append(error)
+                print(f"{calls[call]} failed, and the others continue: {error!r}", file=sys.stderr, flush=True)
+    finally:  # after an interruption or an error, no further call begins
+        pool.shutdown(cancel_futures=True)
     if errors:
         raise errors[0]
 

@@ -342,7 +342,7 @@ class Replicas:
         """Record that the replicas of an earlier process have left.
 
         Otherwise the first replica that continues would believe that the others are in the middle of a phase. It would
-        then send its work at once, and its next steps would be in no average.
+        then send its work of no steps at once, and its next steps would miss a round.
         """
         keys = Keys(RUN_ID, NAME)
         for rank in range(self._plan.n):

@@ -182,17 +182,28 @@ def rounds_of(n: int) -> dict[str, float]:
     }
 
 
-def models_read(n: int) -> float:
-    """Return how many times the size of a model of 1B parameters the busiest replica reads in a round.
+def bytes_read(n: int, layout: Layout) -> float:
+    """Return the bytes that the busiest replica reads in a round.
 
     It averages one shard of all contributions, and reads the other shards of the mean.
 
     Args:
         n: the number of replicas.
+        layout: the layout of the model.
     """
-    n_shards = Layout(10**9, Limits(), FP32, FP32).n_shards(n)
+    n_shards = layout.n_shards(n)
     assert n_shards <= MAX_SHARDS
-    return (n - 1) / n_shards + (n_shards - 1) / n_shards
+    return ((n - 1) * layout.size_bytes + (n_shards - 1) * layout.mean_bytes) / n_shards
+
+
+def models_read(n: int) -> float:
+    """Return how many times the size of a model of 1B parameters the busiest replica reads in a round.
+
+    Args:
+        n: the number of replicas.
+    """
+    layout = Layout(10**9, Limits(), FP32, FP32)
+    return bytes_read(n, layout) / layout.size_bytes
 
 
 class CountingMemory(MemoryStore):
@@ -341,9 +352,8 @@ def about(found: Sequence[Cost]) -> str:
         f"N = {end:,}. Above it, S3 asks replicas to slow down, and they ask again later.\n\n"
         f"A mean has at most {MAX_SHARDS} shards, so with more replicas the busiest replica of a round reads about "
         f"N / {MAX_SHARDS} models and one more: {models_read(GOAL_N):.0f} models at N = {GOAL_N:,}. With `int4` and "
-        f"1 Gbit/s, this takes {models_s(GOAL_N, 10**8):.0f} s for 100M parameters, and {models_s(GOAL_N, 10**9):.0f} "
-        f"s for 1B. So a round of {PHASE_S:g} s is long enough for the first, and not for the second. A longer round, "
-        "a shorter wire or a faster link moves this end."
+        f"1 Gbit/s, this takes {models_s(GOAL_N, 10**8):.0f} s of a round of {PHASE_S:g} s for 100M parameters, and "
+        f"{models_s(GOAL_N, 10**9):.0f} s for 1B. A longer round, a shorter wire or a faster link moves this end."
     )
 
 
@@ -354,9 +364,7 @@ def models_s(n: int, n_parameters: int) -> float:
         n: the number of replicas.
         n_parameters: the parameters of the model.
     """
-    layout = Layout(n_parameters, Limits(), WIRES["int4"], WIRES["int8"])
-    n_shards = layout.n_shards(n)
-    return ((n - 1) * layout.size_bytes + (n_shards - 1) * layout.mean_bytes) / n_shards / LINK_BYTES_PER_S
+    return bytes_read(n, Layout(n_parameters, Limits(), WIRES["int4"], WIRES["int8"])) / LINK_BYTES_PER_S
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

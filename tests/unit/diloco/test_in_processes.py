@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from threading import Event
 
@@ -42,7 +43,13 @@ def test_a_call_that_fails_loses_no_result_of_the_others(capsys: pytest.CaptureF
     assert [next(calls), next(calls)] == [1, 2]
     with pytest.raises(ValueError, match="3 is odd"):
         next(calls)
-    assert "A call failed, and the others continue: ValueError('3 is odd')" in capsys.readouterr().err
+    assert "3 failed, and the others continue: ValueError('3 is odd')" in capsys.readouterr().err
+
+
+def test_a_killed_process_ends_the_calls_with_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BrokenProcessPool):
+        list(in_processes(os._exit, (9, 9, 9), processes=1))
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda sent: str(sent.name))
