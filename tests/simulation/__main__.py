@@ -10,19 +10,18 @@ With --model, each process also trains a real model, which must agree. With --st
 from __future__ import annotations
 
 import argparse
-import gc
-import logging
 import os
 import random
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from diloco.in_processes import in_processes
+from simulation.batches import BATCH, run_batch
 from simulation.invariants import Violation
 from simulation.model_check import CheckedModelState
 from simulation.restarts.invariants import check
@@ -32,8 +31,6 @@ from simulation.restarts.simulation import run_schedule as run_restarts
 from simulation.scenario import Scenario
 from simulation.simulation import Simulation, run_schedule
 from simulation.world import World
-
-BATCH = 100
 
 
 def main() -> int:
@@ -48,37 +45,23 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.replay is not None:
         return replay_restarts(asked.replay) if asked.restarts else replay(asked.replay, stops=asked.stops)
-    logging.disable(logging.WARNING)  # the schedules cause warnings on purpose
     print(f"{asked.schedules:,} schedules from seed {asked.first} on", flush=True)
     began, done, violations = time.monotonic(), 0, 0
     starts = range(asked.first, asked.first + asked.schedules, BATCH)
     run: Callable[..., object] = run_restarts if asked.restarts else run_schedule
     run = partial(run_schedule, training=CheckedModelState) if asked.model else run
     run = partial(run_schedule, stops_always=True) if asked.stops else run
-    with ProcessPoolExecutor(asked.processes) as pool:
-        for found in pool.map(partial(run_batch, run, end=asked.first + asked.schedules), starts):
-            done = min(done + BATCH, asked.schedules)
-            violations += len(found)
-            for text in found:
-                print(text, flush=True)
-            if done % (100 * BATCH) == 0 or done == asked.schedules:
-                seconds = time.monotonic() - began
-                print(f"{done:9,} done, {violations} violations, {seconds / done * 1000:.1f} ms each", flush=True)
+    batch = partial(run_batch, run=run, end=asked.first + asked.schedules)
+    for found in in_processes(batch, starts, asked.processes):
+        done = min(done + BATCH, asked.schedules)
+        violations += len(found)
+        for text in found:
+            print(text, flush=True)
+        if done % (100 * BATCH) == 0 or done == asked.schedules:
+            seconds = time.monotonic() - began
+            print(f"{done:9,} done, {violations} violations, {seconds / done * 1000:.1f} ms each", flush=True)
     print(f"{done:,} schedules, {violations} violations", flush=True)
     return min(violations, 1)
-
-
-def run_batch(run: Callable[..., object], start: int, end: int) -> list[str]:
-    """Run a batch of schedules, and return the texts of the violations."""
-    found = []
-    gc.disable()  # this saves a twentieth of the time, and the garbage of the batch is collected at its end
-    for seed in range(start, min(start + BATCH, end)):
-        try:
-            run(seed, is_traced=False)
-        except Violation as violation:
-            found.append(str(violation))
-    gc.collect()
-    return found
 
 
 def replay(seed: int, *, stops: bool) -> int:
