@@ -128,7 +128,8 @@ class DiLoCo:
             steps. Or a list for each part, of modules or names, which together name each trainable parameter once.
             Default 1.
         min_quorum: Least number of contributions that decide a round, as long as that many replicas are left. From 1 to
-            `world_size`. Default None: 1. May differ between replicas.
+            `world_size`. Default None: 1. May differ between replicas. If all replicas have contributed, the round is
+            decided, also if one that comes back had no steps to send yet.
         grace_s: Longest wait, in seconds, for a replica that took part in the last round and may still be alive.
             Default 30. The wait begins when the first replica arrives. It shrinks to a quarter of `grace_s` if replicas
             usually arrive together, but not below 1/20 of the time between two rounds. May differ between replicas.
