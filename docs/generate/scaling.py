@@ -167,23 +167,27 @@ def by_outer(runs: Sequence[Run]) -> str:
 
 
 def _goal(runs: Sequence[Run]) -> str:
-    """Return a sentence about the goal."""
-    kind = (GOAL_SIZE, "diloco", N, INNER_STEPS)
-    chosen = [run for run in runs if (run.size, run.way, run.n, run.inner_steps) == kind]
-    measured: dict[str, list[float]] = {}
-    for run in chosen:
-        if (above := above_data_parallel(run, runs)) is not None:
-            measured.setdefault(run.outer or "the defaults", []).append(above)
-    found = {outer: fmean(each) for outer, each in measured.items()}
-    if not found:
-        return "**No run for this goal has finished yet.** The smaller sizes show what was measured so far."
-    by_size = sorted(found.items(), key=lambda of: of[1])
-    holding = [outer for outer, above in by_size if above <= GOAL]
-    word = (
-        "missed" if not holding else "reached" if len(holding) == len(found) else f"reached with {', '.join(holding)}"
+    """Return sentences about the goal, for each plan."""
+    kind = (GOAL_SIZE, "diloco", N, INNER_STEPS, "fp32")
+    chosen = [run for run in runs if (run.size, run.way, run.n, run.inner_steps, run.wire) == kind]
+    sentences = []
+    for size, steps, pretrained in _plans(chosen):
+        measured: dict[str, list[float]] = {}
+        for run in chosen:
+            above = above_data_parallel(run, runs)
+            if above is not None and (run.size, run.steps, run.pretrained) == (size, steps, pretrained):
+                measured.setdefault(run.outer or "the defaults", []).append(above)
+        by_loss = sorted((fmean(each), outer) for outer, each in measured.items())
+        if by_loss:
+            holding = [outer for above, outer in by_loss if above <= GOAL]
+            word = "reached" if len(holding) == len(by_loss) else f"reached with {', '.join(holding)}"
+            result = word if holding else "missed"
+            plan = f"{steps:,} steps and {f'{pretrained:,} of them' if pretrained else 'none'} pretrained"
+            each = ", ".join(f"{above:+.1f} % with {outer}" for above, outer in by_loss)
+            sentences.append(f"With {plan}, the goal was {result}. By outer learning rate and momentum: {each}.")
+    return " ".join(sentences) or (
+        "**No run for this goal has finished yet.** The smaller sizes show what was measured so far."
     )
-    each = ", ".join(f"{above:+.1f} % with {outer}" for outer, above in by_size)
-    return f"The goal was {word}. By outer learning rate and momentum: {each}."
 
 
 def _seeds(runs: Sequence[Run]) -> str:

@@ -108,11 +108,25 @@ def test_the_picture_has_a_curve_for_each_run_of_its_panels_and_cuts_no_text(the
     assert sum(part.startswith("<polyline") for part in drawing.parts) == n_lines > 2
 
 
-@pytest.mark.parametrize(("loss", "words"), [(2.02, "reached"), (2.2, "missed"), (None, "No run for this goal")])
-def test_the_section_reports_whether_the_goal_was_reached(loss: float | None, words: str) -> None:
-    rows = [data_parallel(2.0, size="10M"), *([] if loss is None else [a_run(loss, size="10M")])]
+def data_of(rows: list[scaling.Run]) -> dict[str, Any]:
+    """Return the data file of runs."""
     runs = [
         {"plan": {name: getattr(row, name) for name in PLAN}, **{name: getattr(row, name) for name in ROW}}
         for row in rows
     ]
-    assert words in scaling.section({"command": "python examples/scaling.py", "runs": runs})
+    return {"command": "python examples/scaling.py", "runs": runs}
+
+
+@pytest.mark.parametrize(("loss", "words"), [(2.02, "reached"), (2.2, "missed"), (None, "No run for this goal")])
+def test_the_section_reports_whether_the_goal_was_reached(loss: float | None, words: str) -> None:
+    rows = [data_parallel(2.0, size="10M"), *([] if loss is None else [a_run(loss, size="10M")])]
+    assert words in scaling.section(data_of(rows))
+
+
+def test_the_figure_of_the_goal_is_of_one_wire_and_one_plan() -> None:
+    rows = [data_parallel(2.0), a_run(2.02), a_run(2.2, wire="top8"), a_run(2.4, pretrained=50)]
+    section = scaling.section(data_of([replace(row, size="10M") for row in rows]))
+    assert "With 100 steps and none pretrained, the goal was reached. By" in section
+    assert "+1.0 % with the defaults." in section
+    assert "With 100 steps and 50 of them pretrained, the goal was missed. By" in section
+    assert "+20.0 % with the defaults." in section
