@@ -46,6 +46,14 @@ class DeviceCopies:
         devices = {values.device for _, values in live}
         return cls(next(iter(devices))) if len(devices) == 1 and next(iter(devices)).type == "cuda" else None
 
+    def has_room(self, n_bytes: int) -> bool:
+        """Return True if the device has free memory for copies, and as much again for the training.
+
+        Args:
+            n_bytes: the size of the copies.
+        """
+        return 2 * n_bytes <= torch.cuda.mem_get_info(self._device)[0]
+
     def hold(self, live: Values, memory: Tensor) -> None:
         """Begin to copy live parameters into pinned memory. The next call on the current stream may change the
         parameters.
@@ -57,7 +65,7 @@ class DeviceCopies:
         side, current = self._side, torch.cuda.current_stream(self._device)
         side.wait_stream(current)
         tensors = [values for _, values in live]
-        has_room = 2 * sum(values.nbytes for values in tensors) <= torch.cuda.mem_get_info(self._device)[0]
+        has_room = self.has_room(sum(values.nbytes for values in tensors))
         self._narrow = []
         with torch.cuda.stream(side):
             sources = [values.clone() for values in tensors] if has_room else tensors

@@ -427,10 +427,16 @@ class HeldWork:
         self.memory[self._buffers].copy_(self._anchor[self._buffers])
 
     def prepare_merge(self) -> None:
-        """Begin to copy the values to merge to the device of the parameters."""
-        if self._copies is not None and self._kind in ("add", "set"):
-            slots = self._fragment.slots
-            self._on_device = self._copies.copy_to_device([self.memory[s.start : s.end].view(s.shape) for s in slots])
+        """Begin to copy the values to merge to the device of the parameters.
+
+        If the device has no room for them, `merge` copies one tensor after another.
+        """
+        if self._copies is None or self._kind is None or not self._copies.has_room(self._anchor.nbytes):
+            return
+        if self._kind == "anchor":
+            self.memory.copy_(self._anchor)  # a copy from memory that is not pinned would block the training thread
+        slots = self._fragment.slots
+        self._on_device = self._copies.copy_to_device([self.memory[s.start : s.end].view(s.shape) for s in slots])
 
     def follow(self, shift: Tensor, *, is_passed: bool) -> None:
         """Move everything by the change of the anchor, if the anchor changed without a step, as in a reload.

@@ -2,19 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from diloco.fragments import plan_fragments
+from diloco.fragments import Values, plan_fragments
 from diloco.live_parameters import BufferPool, HeldWork
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
-]
+
+class CopiesToNoDevice:
+    """In the place of `DeviceCopies`: the device is the CPU, and the test decides about its free memory."""
+
+    def __init__(self, *, has_room: bool = True) -> None:
+        self.n_copied = 0
+        self._has_room = has_room
+
+    def has_room(self, n_bytes: int) -> bool:
+        return self._has_room
+
+    def hold(self, live: Values, memory: Tensor) -> None:
+        for slot, values in live:
+            memory[slot.start : slot.end].copy_(values.reshape(-1))
+
+    def wait(self) -> None: ...
+
+    def copy_to_device(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        self.n_copied += sum(piece.numel() for piece in pieces)
+        return [piece.clone() for piece in pieces]
+
+    def wait_on_stream(self, copies: Sequence[Tensor]) -> None: ...
 
 
+@pytest.mark.parametrize("mix", [0.0, 0.25])
+@pytest.mark.parametrize("has_room", [True, False])
+def test_an_anchor_to_merge_is_copied_to_the_device_before_the_training_thread_merges_it(
+    has_room: bool, mix: float
+) -> None:
+    merged = []
+    for copies in (None, CopiesToNoDevice(has_room=has_room)):
+        torch.manual_seed(0)
+        model = nn.Linear(30, 7)
+        (fragment,) = plan_fragments(model, 1, sync_buffers=False)
+        held = HeldWork(model, fragment, torch.randn(fragment.n_elements), BufferPool(fragment.n_elements, keeps=True))
+        of_held: Any = held
+        of_held._copies = copies
+        with torch.no_grad():
+            held.hold("I")
+            held.take_anchor(mix)
+            held.prepare_merge()
+            held.merge()
+        merged.append([parameter.detach() for parameter in model.parameters()])
+        if copies is not None:
+            assert copies.n_copied == (fragment.n_elements if has_room else 0)
+    assert all(torch.equal(one, other) for one, other in zip(*merged, strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_work_held_and_merged_on_a_device_has_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
     merged = []
