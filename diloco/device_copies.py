@@ -1,9 +1,9 @@
 """Copies tensors between a CUDA device and pinned memory, on a separate CUDA stream, while training continues.
 
 Each side waits only for the copy that it needs. The next optimizer step waits until its old values were read. The round
-runner waits before it packs, and the training thread waits before it adds the merged values. Parameters are copied in
-their own dtype and converted to float32 on the CPU, so a bf16 value needs two bytes. The order of events follows
-torch's notes on CUDA semantics. This module was not yet run on a GPU.
+runner waits before it packs, and again until the values to merge are on the device. The training thread waits for no
+copy. Parameters are copied in their own dtype and converted to float32 on the CPU, so a bf16 value needs two bytes. The
+order of events follows torch's notes on CUDA semantics. This module was not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class DeviceCopies:
         self._copied: torch.cuda.Event | None = None
         self._narrow: list[tuple[Tensor, Tensor]] = []
         """For each tensor that is not float32: its place in the memory, and its copy in its own dtype."""
-        self._merged_copied: torch.cuda.Event | None = None
 
     @classmethod
     def of(cls, live: Values) -> DeviceCopies | None:
@@ -91,24 +90,25 @@ class DeviceCopies:
         self._copied, self._narrow = None, []
 
     def copy_to_device(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """Begin to copy the values to merge to the device, and return the copies.
+        """Copy the values to merge to the device, and return the copies. The pieces may change after this call.
 
         Args:
             pieces: the values, in pinned memory.
         """
         with torch.cuda.stream(self._side):
             copies = [piece.to(self._device, non_blocking=True) for piece in pieces]
-            self._merged_copied = self._side.record_event()
+            copied = self._side.record_event()
+        # The merge returns the pieces to the pool, and another fragment writes to them at once. So it is not enough
+        # that the stream of the training waits. The call runs in the round runner, so training continues.
+        copied.synchronize()
         return copies
 
-    def wait_on_stream(self, copies: Sequence[Tensor]) -> None:
-        """Let the current stream wait for copies that `copy_to_device` began.
+    def use_on_stream(self, copies: Sequence[Tensor]) -> None:
+        """Keep the memory of copies from `copy_to_device` until the current stream has read them.
 
         Args:
             copies: the copies.
         """
         current = torch.cuda.current_stream(self._device)
-        if self._merged_copied is not None:
-            current.wait_event(self._merged_copied)
         for piece in copies:
             piece.record_stream(current)

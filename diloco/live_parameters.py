@@ -264,7 +264,7 @@ class HeldWork:
             return
         source = self._anchor if kind == "anchor" else self._memory
         if self._copies is not None and self._on_device:
-            self._copies.wait_on_stream(self._on_device)
+            self._copies.use_on_stream(self._on_device)
         for number, (slot, live) in enumerate(live_tensors(self._model, self._fragment)):
             at = slice(slot.start, slot.end)
             if shift is not None:
@@ -427,7 +427,7 @@ class HeldWork:
         self.memory[self._buffers].copy_(self._anchor[self._buffers])
 
     def prepare_merge(self) -> None:
-        """Begin to copy the values to merge to the device of the parameters.
+        """Copy the values to merge to the device of the parameters.
 
         If the device has no room for them, `merge` copies one tensor after another.
         """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from diloco.device_copies import DeviceCopies
 from diloco.fragments import Values, plan_fragments
 from diloco.live_parameters import BufferPool, HeldWork
 
@@ -33,7 +35,7 @@ class CopiesToNoDevice:
         self.n_copied += sum(piece.numel() for piece in pieces)
         return [piece.clone() for piece in pieces]
 
-    def wait_on_stream(self, copies: Sequence[Tensor]) -> None: ...
+    def use_on_stream(self, copies: Sequence[Tensor]) -> None: ...
 
 
 @pytest.mark.parametrize("mix", [0.0, 0.25])
@@ -58,6 +60,29 @@ def test_an_anchor_to_merge_is_copied_to_the_device_before_the_training_thread_m
         if copies is not None:
             assert copies.n_copied == (fragment.n_elements if has_room else 0)
     assert all(torch.equal(one, other) for one, other in zip(*merged, strict=True))
+
+
+class StreamWithoutDevice:
+    """In the place of a CUDA stream and of its last event: notes whether a thread has waited for the event."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def record_event(self) -> StreamWithoutDevice:
+        self.is_done = False
+        return self
+
+    def synchronize(self) -> None:
+        self.is_done = True
+
+
+def test_pinned_memory_may_be_written_again_once_its_values_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = StreamWithoutDevice()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    copies = DeviceCopies(torch.device("cpu"))
+    copies.copy_to_device([torch.ones(3)])
+    assert stream.is_done
 
 
 @pytest.mark.cuda
