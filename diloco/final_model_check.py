@@ -150,7 +150,7 @@ def _mark_of_changed(tensors: Mapping[str, tuple[Tensor, Tensor]]) -> float | No
         if now.shape != before.shape or torch.equal(now, before.to(now.dtype)) or not now.isfinite().all():
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        signs = torch.randint(2, now.shape, generator=generator) * 2 - 1
+        signs = torch.randint(2, now.shape, generator=generator, device="cpu") * 2 - 1
         total += float((now.double() * signs).sum())
         square += float(now.double().square().sum())
     return total / square**0.5 if square > 0 else None

@@ -235,7 +235,8 @@ class GivenOptimizer(OuterOptimizer):
         self._anchor = anchor
         self._slots = [slot for slot in fragment.slots if slot.kind == "parameter"]
         self._parameters = [nn.Parameter(anchor[slot.start : slot.end].view(slot.shape)) for slot in self._slots]
-        self._optimizer = factory(self._parameters)
+        with torch.device("cpu"):
+            self._optimizer = factory(self._parameters)
         if not isinstance(self._optimizer, torch.optim.Optimizer):
             kind = type(self._optimizer).__name__
             raise TypeError(f"outer_optimizer must return a torch.optim.Optimizer, got a {kind}.")
@@ -247,7 +248,9 @@ class GivenOptimizer(OuterOptimizer):
             gradient.numpy()[start : start + len(values)] = values
         for slot, parameter in zip(self._slots, self._parameters, strict=True):
             parameter.grad = gradient[slot.start : slot.end].view(slot.shape)
-        self._optimizer.step()
+        # The anchor is on the CPU. With another default device, an optimizer would create its own tensors there.
+        with torch.device("cpu"):
+            self._optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
         self._anchor[self._fragment.n_stepped :].sub_(gradient[self._fragment.n_stepped :])
@@ -263,7 +266,8 @@ class GivenOptimizer(OuterOptimizer):
 
     def load_arrays(self, arrays: Mapping[str, Array]) -> None:
         self._digest = None
-        self._optimizer = self._factory(self._parameters)
+        with torch.device("cpu"):
+            self._optimizer = self._factory(self._parameters)
         state = from_arrays(arrays, f"outer/{self._fragment.index}")
         if state is not None:
             self._optimizer.load_state_dict(state)

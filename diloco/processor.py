@@ -62,7 +62,8 @@ def measure(wire_name: str = "int8") -> dict[str, float]:
 def _outer_step(n: int) -> Callable[[], None]:
     """Return a function that makes an outer step of n values."""
     fragment = Fragment(0, (Slot("w", "parameter", (n,), "float32", 0, n),), n, n)
-    optimizer, mean = NesterovSGD(fragment, torch.zeros(n), Schedule(0.7, 0.9, 0, 1)), np.ones(n, np.float32)
+    anchor, mean = torch.zeros(n, dtype=torch.float32, device="cpu"), np.ones(n, np.float32)
+    optimizer = NesterovSGD(fragment, anchor, Schedule(0.7, 0.9, 0, 1))
     pieces = [(start, mean[start : start + PIECE]) for start in range(0, n, PIECE)]
     return lambda: optimizer.step(0, iter(pieces))
 

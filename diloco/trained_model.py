@@ -322,7 +322,7 @@ class ReplayedState:
         self.fragments = _fragments_of(agreed)
         self.is_stepped = agreed.outer_optimizer is None or outer_optimizer is not None
         self._agreed = agreed
-        self._anchors = [torch.zeros(fragment.n_elements) for fragment in self.fragments]
+        self._anchors = [torch.zeros(f.n_elements, dtype=torch.float32, device="cpu") for f in self.fragments]
         self._outer: list[OuterOptimizer] = []
         self._arrays: Arrays = {}
         is_average = plan.is_final if agreed.final_average else never

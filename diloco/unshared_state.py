@@ -182,7 +182,7 @@ def _is_plain(value: Tensor) -> bool:
     if dtype in _HELD_AS:
         return True
     try:
-        return torch.empty(0, dtype=value.dtype).numpy().dtype in _NUMPY
+        return torch.empty(0, dtype=value.dtype, device="cpu").numpy().dtype in _NUMPY
     except TypeError:  # numpy does not have the type
         return False
 

@@ -50,6 +50,23 @@ def _nothing_is_watched_in_the_end() -> Iterator[None]:
     assert not [each for each in watched if isinstance(getattr(each, "__self__", None), FinalModelCheck)]
 
 
+def test_the_number_is_the_same_whatever_torch_makes_by_default() -> None:
+    def change(model: nn.Module) -> None:
+        with torch.no_grad():
+            model.get_parameter("0.weight").add_(1.0)
+
+    def change_last(model: nn.Module) -> None:
+        change(model)
+        torch.set_default_device("meta")
+
+    expected = mark_after(change)
+    try:
+        assert mark_after(change_last) == expected
+    finally:
+        torch.set_default_device(None)
+    assert expected is not None
+
+
 def evaluate(model: nn.Module) -> None:
     model.eval()
     model(batches(0)[0])

@@ -266,6 +266,29 @@ def test_the_anchor_is_float32_on_the_cpu_whatever_torch_makes_by_default(
         assert torch.equal(value, expected[name])
 
 
+def test_a_given_outer_optimizer_creates_its_state_on_the_cpu_whatever_torch_makes_by_default() -> None:
+    def trained(models: Sequence[nn.Module], device: str) -> dict[str, torch.Tensor]:
+        store = MemoryStore()
+        with torch.device(device):
+            # the second attempt loads the optimizer's state from a snapshot
+            for model in models:
+                next_process()
+                diloco = open_diloco(
+                    model, inner_steps=2, snapshot_every=1, outer_optimizer=torch.optim.Adagrad, **place(store)
+                )
+                for _ in range(4):
+                    nudge(model, 0.25)
+                    diloco.step()
+                leave(diloco)
+                diloco._workers.uploads.finish()
+        return diloco.anchor()
+
+    models = [ThreeLayers(0) for _ in range(4)]
+    expected = trained(models[:2], "cpu")
+    for name, value in trained(models[2:], "meta").items():
+        assert torch.equal(value, expected[name])
+
+
 def test_the_loss_falls() -> None:
     def body(where: Mapping[str, Any]) -> list[float]:
         draw = torch.Generator().manual_seed(where["rank"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,32 @@ def test_a_model_loads_strictly_from_the_file_and_tied_parameters_stay_tied(tmp_
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert all(torch.equal(values, state[name]) for name, values in model.state_dict().items())
     assert model.head.weight is model.embedding.weight
+
+
+@pytest.mark.parametrize("default", ["device", "dtype"])
+def test_the_stored_model_is_whole_whatever_torch_makes_by_default(default: str) -> None:
+    store, model = MemoryStore(), Tied()
+    defaults = torch.device("meta") if default == "device" else default_dtype(torch.bfloat16)
+    with defaults:
+        diloco = open_diloco(model, inner_steps=2, total_steps=6, snapshot_every=2, **place(store))
+        for _ in range(6):
+            nudge(model.embedding, 0.25)
+            diloco.step()
+        leave(diloco)
+        diloco._workers.uploads.finish()
+        found = read_model(source(store))
+    assert not found.missing
+    for name, values in model.state_dict().items():
+        assert torch.equal(found.tensors[name], values), name
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_names_are_those_of_the_model_without_its_wrappers() -> None:
