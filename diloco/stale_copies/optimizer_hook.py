@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any, Protocol, TypeAlias
@@ -31,9 +32,9 @@ Watcher: TypeAlias = Callable[[Optimizer], StepTest | None]
 # One permanent hook for the whole process. To add hooks later is not safe: torch may iterate over its hooks in another
 # thread.
 _watchers: dict[int, tuple[Watcher, ...]] = {}
-"""For each thread, the functions to call before each optimizer step of that thread.
+"""For each thread, the functions to call before each optimizer step of that thread. In tests, each replica is a thread.
 
-In tests, each replica is a thread.
+A thread that has ended watching keeps an empty tuple.
 """
 
 
@@ -67,7 +68,7 @@ def unwatch(callback: Watcher) -> None:
 @functools.cache
 def _register() -> None:
     def call(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        tests = [test for callback in _watchers.get(get_ident(), ()) if (test := callback(optimizer)) is not None]
+        tests = [test for callback in _callbacks() if (test := callback(optimizer)) is not None]
         # torch passes the optimizer as the first positional argument, so a closure is the second.
         given = args[1] if len(args) > 1 else kwargs.get("closure")
         closure = given if callable(given) else None
@@ -81,6 +82,16 @@ def _register() -> None:
         return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
 
     register_optimizer_step_pre_hook(call)
+
+
+def _callbacks() -> tuple[Watcher, ...]:
+    """Return the functions to call before an optimizer step of this thread."""
+    own = _watchers.get(get_ident())
+    if own is None and is_in_backward():
+        # torch computes gradients on a GPU in a thread of its own, which does not know the thread that called
+        # `backward`. Each function examines the optimizer, and ignores one of another model.
+        return tuple(itertools.chain.from_iterable(_watchers.copy().values()))
+    return own or ()
 
 
 def is_in_backward() -> bool:

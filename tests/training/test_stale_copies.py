@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from diloco import DiLoCo
 from diloco.errors import DiLoCoError, StaleCopyError
 from diloco.fragments import plan_fragments
+from diloco.outer import open_diloco
 from diloco.stale_copies.comparison import MOST_SEARCHES, STRIKES, StaleCopies
 from diloco.stale_copies.optimizer_hook import _watchers
 from diloco.stale_copies.search import MOST_OBJECTS, names_of, reachable_objects
@@ -444,6 +445,63 @@ def test_an_honest_optimizer_that_computes_gradients_in_its_step_or_steps_in_the
         return value
 
     assert run_replicas(2, body) == [pytest.approx(1.5), pytest.approx(1.5)]
+
+
+class Deep(torch.autograd.Function):
+    """Calls a function in a backward pass that torch runs in another thread, as it runs every pass on a GPU.
+
+    On the CPU, torch takes another thread for a backward pass within 60 others.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, depth: int, act: Callable[[], object]) -> Tensor:
+        ctx.depth, ctx.act = depth, act
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            if ctx.depth:
+                backward_within(ctx.act, ctx.depth - 1)
+            else:
+                ctx.act()
+        return gradient, None, None
+
+
+def backward_within(act: Callable[[], object], depth: int) -> None:
+    x: Any = Deep.apply(torch.ones((), requires_grad=True), depth, act)
+    torch.autograd.backward(x)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_an_optimizer_that_steps_in_a_backward_pass_on_a_gpu_is_known() -> None:
+    optimizers_that_step_in_their_pass_are_known("cuda", lambda act: act())
+
+
+def test_an_optimizer_that_steps_in_a_backward_pass_of_another_thread_is_known() -> None:
+    optimizers_that_step_in_their_pass_are_known("cpu", lambda act: backward_within(act, 70))
+
+
+def optimizers_that_step_in_their_pass_are_known(device: str, around: Callable[[Callable[[], object]], object]) -> None:
+    model = nn.Sequential(nn.Linear(8, 1, bias=False), nn.Linear(1, 8, bias=False)).to(device)
+    threads: set[int] = set()
+    fused = [torch.optim.SGD([p], 0.01) for p in model.parameters()]
+    for optimizer, parameter in zip(fused, model.parameters(), strict=True):
+
+        def step(_: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            threads.add(get_ident())
+            optimizer.step()
+
+        hook: Any = parameter.register_post_accumulate_grad_hook
+        hook(step)
+    diloco = open_diloco(model, inner_steps=2, **PLAIN, **place(MemoryStore()))
+    around(lambda: torch.autograd.backward(model(torch.ones(1, 8, device=device)).sum()))
+    diloco.step()
+    owners = [owner() for owner in diloco._stale_copies._owners]
+    leave(diloco)
+    assert get_ident() not in threads
+    assert {*map(id, owners)} == {*map(id, fused)}
 
 
 def test_a_wrapper_is_named_even_if_variables_lead_to_more_objects_than_are_looked_at() -> None:
