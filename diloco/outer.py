@@ -149,8 +149,9 @@ class DiLoCo:
             it is 1.0 in plans of up to 1000 steps, and otherwise 0.7, as in the paper. A plan has up to 1000 steps if
             its last round begins before step 1000. If only the other one is given, it is 0.7.
         outer_momentum: Nesterov momentum of the default outer optimizer, from 0 to below 1. If `outer_lr` and
-            `outer_momentum` are None, it is 0.5 in plans of up to 1000 steps, and otherwise 0.9, as in the paper. If
-            only the other one is given, it is 0.9. `docs/results/outer_settings.md` has the measurements.
+            `outer_momentum` are None, it is 0.9, as in the paper. In plans of up to 1000 steps it is 0.8 if a round has
+            at least 50 steps, and 0.5 otherwise. If only the other one is given, it is 0.9.
+            `docs/results/outer_settings.md` has the measurements.
         momentum_warmup: Rounds over which the outer momentum grows to its value, at least 0. Default "auto": half of
             the planned rounds, at most 100. If no end is planned: 40.
         final_average: True: the last planned round of each fragment is a plain average, which removes the noise of the

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
 
+from diloco.outer_defaults import PAPER_OUTER, SHORT_PLAN_OUTER, SHORT_ROUND_STEPS, default_outer, is_short_plan
+
 BYTES_PER_ELEMENT = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256, "int4": 1 / 2 + 4 / 128, "top8": 388 / 4096}
 MEAN_WIRES = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8", "top8": "int4"}
 """The default wire of the means, for each wire of contributions."""
@@ -64,11 +66,6 @@ MANY_FRAGMENTS = (10, 16, 20, 25, 32, 50, 100)
 """The numbers of fragments to propose if fewer fragments would make objects that are too large for the store."""
 UNEVEN = 1.1
 """The largest fragment may be larger than the average by this factor, because a fragment has whole layers."""
-SHORT_ROUND_STEPS = 10
-MEASURED_STEPS = 1000
-"""The number of steps of the longest runs for which outer settings were measured."""
-SHORT_PLAN_OUTER, PAPER_OUTER = (1.0, 0.5), (0.7, 0.9)
-"""The outer learning rate and momentum that `DiLoCo` uses without arguments: in short plans, and in all others."""
 WORTH_IT = 0.9
 """If no plan hides the rounds, another wire is proposed only if it loses at most this share of the time."""
 MAX_PARAMS = 10**15
@@ -314,19 +311,20 @@ class Plan:
 
     @property
     def outer(self) -> tuple[float, float]:
-        """The proposed outer learning rate and momentum. Short rounds and short runs need less momentum.
+        """The proposed outer learning rate and momentum. Short runs and short rounds need less momentum.
 
         For short runs and short rounds, the values never measured worse than one replica alone in
         docs/results/outer_settings.md. Longer runs were not measured, so they get the values of the paper, or less
         momentum if their rounds are rather short.
         """
         rounds = None if self.workload.steps is None else ceil(self.workload.steps / self.choice.inner_steps)
-        # the same default as in `DiLoCo`
-        is_short = rounds is not None and (rounds - 1) * self.choice.inner_steps < MEASURED_STEPS
-        if is_short or self.choice.inner_steps < SHORT_ROUND_STEPS:
+        inner_steps = self.choice.inner_steps
+        if is_short_plan(inner_steps, rounds):
+            return default_outer(inner_steps, rounds)
+        if inner_steps < SHORT_ROUND_STEPS:
             return SHORT_PLAN_OUTER
         lr, momentum = PAPER_OUTER
-        return lr, 0.8 if self.choice.inner_steps < 2 * SHORT_ROUND_STEPS else momentum
+        return lr, 0.8 if inner_steps < 2 * SHORT_ROUND_STEPS else momentum
 
     @property
     def up(self) -> float:

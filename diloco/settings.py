@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from diloco.errors import DiLoCoError
+from diloco.outer_defaults import PAPER_OUTER, SHORT_ROUND_STEPS, default_outer
 from diloco.outer_optimizer import OptimizerFactory, Schedule, never
 from diloco.rendezvous.frames import MAX_WEIGHT
 from diloco.rendezvous.phase import RoundPlan
@@ -21,23 +22,11 @@ from executors.store.run_key import key_id
 
 MAX_WARMUP_ROUNDS = 100
 UNKNOWN_WARMUP_ROUNDS = 40
-SHORT_ROUND_STEPS = 10
-"""Rounds of fewer steps than this need less outer momentum than the default: docs/results/outer_settings.md."""
 MEASURED_ROUNDS = 60
 """The number of rounds of the longest runs in docs/results/outer_settings.md. Longer runs were not measured."""
 HIGH_MOMENTUM = 0.9
 LEAST_COSTLY_WIRE = 10_000_000
 """The values of a round from which the time of encoding matters."""
-MEASURED_STEPS = 1000
-"""The inner steps of the longest plans in docs/results/outer_settings.md."""
-SHORT_PLAN_OUTER = (1.0, 0.5)
-"""The outer learning rate and momentum of plans of up to `MEASURED_STEPS` steps, if the user gives neither.
-
-These plans are in docs/results/outer_settings.md. No other momentum above 0 gave a lower loss than one replica alone in
-all of them.
-"""
-PAPER_OUTER = (0.7, 0.9)
-"""The outer learning rate and momentum of the paper (arXiv 2311.08105), for all other plans."""
 DEFAULT_INNER_STEPS = 500
 
 
@@ -294,18 +283,6 @@ class DiLoCoSettings:
         return min(MAX_WARMUP_ROUNDS, max(1, self.planned_rounds // 2))
 
     @property
-    def is_short_plan(self) -> bool:
-        """True if the last planned round begins before step `MEASURED_STEPS`.
-
-        The beginning of the last round decides, and not the total. So replicas whose different totals lead to the same
-        rounds have the same outer settings. An extension of the run does not change these settings.
-        """
-        # By the clock, the number of steps is unknown, and no such plan was measured.
-        if self.planned_rounds is None or self.round_seconds is not None:
-            return False
-        return (self.planned_rounds - 1) * self.steps_of_round < MEASURED_STEPS
-
-    @property
     def outer(self) -> tuple[float, float]:
         """The outer learning rate and momentum: the user's values, or the defaults for a plan of this length.
 
@@ -313,7 +290,9 @@ class DiLoCoSettings:
         paper's, however long the plan is.
         """
         if self.outer_lr is None and self.outer_momentum is None:
-            return SHORT_PLAN_OUTER if self.is_short_plan else PAPER_OUTER
+            # By the clock, the number of steps is unknown, and no such plan was measured.
+            is_by_steps = self.round_seconds is None
+            return default_outer(self.steps_of_round, self.planned_rounds if is_by_steps else None)
         lr, momentum = PAPER_OUTER
         return (
             lr if self.outer_lr is None else float(self.outer_lr),
@@ -358,9 +337,9 @@ class DiLoCoSettings:
         is_short = self.planned_rounds is not None and self.planned_rounds <= MEASURED_ROUNDS
         _, momentum = self.outer
         if has_short_rounds and is_short and momentum >= HIGH_MOMENTUM:
-            # The user gave at least one of the two: without them, a plan as short as this has `SHORT_PLAN_OUTER`.
+            # The user gave at least one of the two: without them, a plan as short as this has less momentum.
             given = " and ".join(name for name in ("outer_lr", "outer_momentum") if getattr(self, name) is not None)
-            better_lr, better_momentum = SHORT_PLAN_OUTER
+            better_lr, better_momentum = default_outer(self.steps_of_round, self.planned_rounds)
             warnings.warn(
                 f"inner_steps={self.steps_of_round} with outer_momentum={momentum:g}: many measured runs of "
                 f"up to {MEASURED_ROUNDS} rounds as short as this ended worse than one replica alone. Remove {given}, "

@@ -4,10 +4,12 @@ It makes docs/results/outer_settings.json and .md, and a table of docs/explanati
 
     python examples/measure_outer_settings.py --lines measured.jsonl --write docs/results/outer_settings.json
     python examples/measure_outer_settings.py --lines measured.jsonl --write … --no-more   # of the finished points
+    python examples/measure_outer_settings.py --lines more.jsonl --finished docs/results/outer_settings.json --write …
 
 One process plays all replicas of a run in its memory, with the outer optimizer and the schedule of `DiLoCo`. No time
 goes into rounds, so the whole grid takes about 40 minutes of one core. Each finished run is one line of the file that
-`--lines` names. An interrupted measurement continues at its last point.
+`--lines` names. An interrupted measurement continues at its last point. If you add a setting, the finished points are
+measured with this setting only.
 
 The held-out loss of each run is compared with two bounds of the same number of steps. The upper bound is one replica
 that trains alone. The lower bound is one process that trains on the batches of all replicas, as data-parallel training
@@ -56,12 +58,17 @@ If only the momentum is given, the learning rate is 0.7 in all plans.
 """
 SETTINGS: dict[str, dict[str, Any]] = {
     "outer_lr=1.0, outer_momentum=0.5": {"outer_lr": 1.0, "outer_momentum": 0.5},
+    "outer_lr=1.0, outer_momentum=0.8": {"outer_lr": 1.0, "outer_momentum": 0.8},
     "outer_momentum=0.8": {"outer_momentum": 0.8},
     "outer_momentum=0.9": PAPER,
     "plain averaging": {"outer_lr": 1.0, "outer_momentum": 0.0},
     "no ramp, no final average": {**PAPER, "momentum_warmup": 0, "final_average": False},
 }
-"""The outer settings that are compared, as arguments of `DiLoCo`. The first is its default for these plans."""
+"""The outer settings that are compared, as arguments of `DiLoCo`.
+
+The first is its default for rounds of fewer than 50 steps, and the second for rounds of more. In longer runs it is
+another one.
+"""
 FOR_BATCH_NORM: dict[str, dict[str, Any]] = {
     "total_steps=None": {**PAPER, "total_steps": None},  # a ramp of 40 rounds, and no final average
     "sync_buffers=False": {**PAPER, "sync_buffers": False},
@@ -387,11 +394,27 @@ def settings_for(task: Task) -> dict[str, dict[str, Any]]:
     return {**SETTINGS, **(FOR_BATCH_NORM if has_batch_norm(task.model()) else {})}
 
 
-def measure(point: Point) -> Measured:
-    """Train with all settings on the same batches, and return the held-out losses at the end."""
+@dataclass(frozen=True)
+class Work:
+    """A point, and what to train for it.
+
+    Attributes:
+        point: the point.
+        names: names of settings, `ALONE` and `DATA_PARALLEL`.
+    """
+
+    point: Point
+    names: tuple[str, ...]
+
+
+def measure(work: Work) -> Measured:
+    """Train with settings on the same batches, and return the held-out losses at the end."""
     torch.set_num_threads(1)
+    point = work.point
     began, task, n = time.monotonic(), TASKS[point.task], point.n
-    names = [DATA_PARALLEL, *settings_for(task)]
+    chosen = {name: given for name, given in settings_for(task).items() if name in work.names}
+    is_joined = DATA_PARALLEL in work.names
+    names = [*([DATA_PARALLEL] if is_joined else []), *chosen]
     ranks = [*range(n)] * len(names) + [0]  # the last one is the replica alone
     torch.manual_seed(point.seed)
     models = [task.model()]
@@ -399,17 +422,19 @@ def measure(point: Point) -> Measured:
     of_setting = {name: models[n * index : n * (index + 1)] for index, name in enumerate(names)}
     inner = Inner(task, models, steps=point.steps)
     groups = []
-    for name, given in settings_for(task).items():
+    for name, given in chosen.items():
         settings = settings_of(given, inner_steps=point.inner_steps, rounds=point.rounds, n=n)
         groups.append(Together(of_setting[name], settings, sync_buffers=given.get("sync_buffers")))
     generators = [torch.Generator().manual_seed(1000 * point.seed + rank) for rank in range(n)]
     for step in range(point.steps):
         drawn = [task.data().draw(rank, n, task.batch, generators[rank]) for rank in range(n)]
-        inner.step(step, [drawn[rank] for rank in ranks], joined=slice(n))
+        inner.step(step, [drawn[rank] for rank in ranks], joined=slice(n if is_joined else 0))
         if (step + 1) % point.inner_steps == 0:
             for group in groups:
                 group.round(step // point.inner_steps)
-    ends = {ALONE: models[-1], **{name: of_setting[name][0] for name in names}}
+    ends = {name: of_setting[name][0] for name in names}
+    if ALONE in work.names:
+        ends = {ALONE: models[-1], **ends}
     renewed = {}
     if has_batch_norm(models[0]):
         renewed = {name: evaluate(with_new_statistics(end, task), task.data()) for name, end in ends.items()}
@@ -432,10 +457,36 @@ def grid(seeds: int, tasks: Sequence[str]) -> list[Point]:
     return sorted(points, key=lambda point: (max(point.steps, LONG_STEPS), point.n, point.seed, point.steps))
 
 
+def left(points: Iterable[Point], finished: Iterable[Measured]) -> list[Work]:
+    """Return what is not finished of points: also the settings that were added after a point was measured."""
+    losses = {one.point: one.losses for one in finished}
+    work = []
+    for point in points:
+        names = [ALONE, DATA_PARALLEL, *settings_for(TASKS[point.task])]
+        if missing := tuple(name for name in names if name not in losses.get(point, {})):
+            work.append(Work(point, missing))
+    return work
+
+
+def merged(measured: Iterable[Measured]) -> list[Measured]:
+    """Return one record for each point, with the losses of all its records."""
+    of_point: dict[Point, Measured] = {}
+    for one in measured:
+        if (other := of_point.get(one.point)) is not None:
+            one = Measured(
+                point=one.point,
+                losses={**other.losses, **one.losses},
+                with_new_statistics={**other.with_new_statistics, **one.with_new_statistics},
+                seconds=round(other.seconds + one.seconds, 1),
+            )
+        of_point[one.point] = one
+    return [*of_point.values()]
+
+
 def read_lines(path: Path) -> list[Measured]:
     """Return the finished points of a file of lines. An incomplete last line is skipped."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [Measured.of(line) for line in lines if line.endswith("\n")]
+    return merged(Measured.of(line) for line in lines if line.endswith("\n"))
 
 
 def begin_line(path: Path) -> None:
@@ -568,23 +619,25 @@ def page(measured: Sequence[Measured], results: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Compare outer settings by the loss that short runs end with.")
     parser.add_argument("--lines", type=Path, required=True, metavar="FILE", help="finished runs, one JSON line each")
+    parser.add_argument("--finished", type=Path, metavar="FILE", help="a file of --write, whose runs are not repeated")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write all results there, with how they were made")
     parser.add_argument("--no-more", action="store_true", help="measure nothing, and write what is finished")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 to N - 1; 3")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS), help="all")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="1")
     chosen = parser.parse_args(arguments)
-    done = {one.point for one in read_lines(chosen.lines)}
-    points = [point for point in grid(chosen.seeds, chosen.tasks) if point not in done and not chosen.no_more]
-    print(f"{len(done)} points are finished, {len(points)} are left.", file=sys.stderr, flush=True)
-    if points:
+    finished = [] if chosen.finished is None else read_results(chosen.finished)
+    done = merged([*finished, *read_lines(chosen.lines)])
+    work = [] if chosen.no_more else left(grid(chosen.seeds, chosen.tasks), done)
+    print(f"{len(done)} points were measured before. {len(work)} have something left.", file=sys.stderr, flush=True)
+    if work:
         begin_line(chosen.lines)
     with chosen.lines.open("a") as lines:
-        for measured in in_processes(measure, points, chosen.processes):
+        for measured in in_processes(measure, work, chosen.processes):
             lines.write(measured.line() + "\n")
             lines.flush()
     if chosen.write is not None:
-        write_results(chosen.write, read_lines(chosen.lines))
+        write_results(chosen.write, merged([*finished, *read_lines(chosen.lines)]))
         chosen.write.with_suffix(".md").write_text(page(read_results(chosen.write), chosen.write.name))
 
 

@@ -49,6 +49,7 @@ from xxhash import xxh3_128
 from diloco import DiLoCo
 from diloco.demo import ByteTransformer
 from diloco.in_processes import in_processes
+from diloco.outer_defaults import default_outer
 from diloco.rendezvous.keys import Keys
 from executors.store import MemoryStore
 
@@ -62,6 +63,8 @@ WARMUP, FLOOR = (
     0.05,
     0.1,
 )  # the share of steps in which the learning rate rises, and the share of it that is left at the end
+DEFAULT_OUTER = "default"
+"""A value of `--outer`: the outer settings that `DiLoCo` chooses for the plan."""
 N_EVALUATIONS = 8
 SAVE_EVERY_S = 120.0
 
@@ -112,7 +115,7 @@ class Plan:
         seed: the seed of the model and of the batches.
         steps: inner steps of each replica.
         pretrained: the first of these steps that are data-parallel in a run of DiLoCo, as in the papers on DiLoCo.
-        outer: the outer learning rate and momentum with a comma between them. Empty: the defaults of DiLoCo.
+        outer: the outer learning rate and momentum with a comma between them. Empty: there are no rounds.
     """
 
     size: str
@@ -354,7 +357,7 @@ class Replicas:
     def _open(self, rank: int) -> DiLoCo:
         plan = self._plan
         wire, _, mean = plan.wire.partition(",")
-        outer_lr, outer_momentum = map(float, plan.outer.split(",")) if plan.outer else (None, None)
+        outer_lr, outer_momentum = map(float, plan.outer.split(","))
         return DiLoCo(
             self._learners[rank].model,
             inner_steps=plan.inner_steps,
@@ -505,6 +508,22 @@ def machine() -> str:
 # -- the grid ----------------------------------------------------------------------------------------------------------
 
 
+def outer_of(chosen: str, inner_steps: int, steps: int) -> str:
+    """Return an outer learning rate and momentum with a comma between them.
+
+    A run keeps the numbers, because the defaults of `DiLoCo` may change.
+
+    Args:
+        chosen: the two values, or `DEFAULT_OUTER` for those that `DiLoCo` would choose.
+        inner_steps: inner steps of a round.
+        steps: inner steps with rounds.
+    """
+    if chosen != DEFAULT_OUTER:
+        return chosen
+    lr, momentum = default_outer(inner_steps, math.ceil(steps / inner_steps))
+    return f"{lr},{momentum}"
+
+
 def grid(chosen: argparse.Namespace) -> Iterator[Plan]:
     """Yield the runs that the options choose: runs without rounds first, and all wires for one number of replicas."""
     for seed in range(chosen.seeds):
@@ -517,7 +536,8 @@ def grid(chosen: argparse.Namespace) -> Iterator[Plan]:
                 for inner_steps in chosen.inner_steps:
                     wires = chosen.wires if (n, inner_steps) == (chosen.wires_n, chosen.wires_inner_steps) else ["fp32"]
                     for wire in wires:
-                        for after, outer in product(chosen.pretrained, chosen.outer):
+                        for after, given in product(chosen.pretrained, chosen.outer):
+                            outer = outer_of(given, inner_steps, steps - after)
                             yield Plan(size, "diloco", n, inner_steps, wire, seed, steps, after, outer)
 
 
@@ -576,9 +596,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--outer",
         nargs="+",
-        default=[""],
+        default=[DEFAULT_OUTER],
         metavar="LR,MOMENTUM",
-        help="outer learning rate and momentum, one run for each value; default: the settings that DiLoCo chooses",
+        help="outer learning rate and momentum, one run for each value; default: default, as DiLoCo chooses them",
     )
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at a time; default: 1")
     parser.add_argument("--no-more", action="store_true", help="start no run")

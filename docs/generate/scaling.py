@@ -6,16 +6,18 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from diloco.outer_defaults import LONG_ROUND_OUTER, LONG_ROUND_STEPS, MEASURED_STEPS, SHORT_PLAN_OUTER, default_outer
 from docs.generate.markdown import code, table
 from docs.pictures.drawing import SMALL, THEMES, WIDTH, Drawing, Theme
 
 DATA = Path(__file__).parents[1] / "results" / "scaling.json"
 N, INNER_STEPS = 4, 50
-"""The number of replicas and of inner steps of the curves, and of the tables of wires and of outer settings."""
+"""The number of replicas and of inner steps of the curves and of the table of wires."""
 GOAL_SIZE = "10M"
 GOAL = 1.5
 """The goal: percent above data-parallel training at equal tokens."""
@@ -36,7 +38,7 @@ class Run:
         seed: The seed.
         steps: Inner steps of each replica.
         pretrained: The first steps, which are data-parallel.
-        outer: The outer learning rate and momentum. Empty: the defaults.
+        outer: The outer learning rate and momentum. Empty: there are no rounds.
         corpus: A digest of the text.
         curve: Steps and losses.
         tokens: Bytes that all replicas together have trained on.
@@ -64,6 +66,12 @@ class Run:
     @property
     def loss(self) -> float:
         return self.curve[-1][1]
+
+    @property
+    def has_default_outer(self) -> bool:
+        """True if `DiLoCo` would choose the outer settings of this run itself."""
+        lr, momentum = default_outer(self.inner_steps, ceil((self.steps - self.pretrained) / self.inner_steps))
+        return self.outer == f"{lr},{momentum}"
 
     @property
     def bytes_of_a_step(self) -> float:
@@ -122,7 +130,7 @@ def by_rounds(runs: Sequence[Run]) -> str:
     Args:
         runs: All runs.
     """
-    plain = [run for run in runs if run.way == "diloco" and run.wire == "fp32" and not run.outer]
+    plain = [run for run in runs if run.way == "diloco" and run.wire == "fp32" and run.has_default_outer]
     lengths = sorted({run.inner_steps for run in plain})
     rows = []
     for plan in _plans(plain):
@@ -141,29 +149,35 @@ def by_wire(runs: Sequence[Run]) -> str:
     Args:
         runs: All runs.
     """
-    plain = [run for run in runs if (run.way, run.n, run.inner_steps, run.outer) == ("diloco", N, INNER_STEPS, "")]
+    plain = [run for run in runs if (run.way, run.n, run.inner_steps) == ("diloco", N, INNER_STEPS)]
     wires = list(dict.fromkeys(run.wire for run in sorted(plain, key=lambda run: -run.bytes_of_a_step)))
     rows = []
     for plan in _plans(run for run in plain if run.wire != "fp32"):
         chosen = [run for run in plain if (run.size, run.steps, run.pretrained) == plan]
-        rows.append([*_head(plan), *(_mean([run for run in chosen if run.wire == wire], runs) for wire in wires)])
-    return table(["parameters", "steps", "pretrained", *(code(wire) for wire in wires)], rows)
+        for outer in sorted({run.outer for run in chosen if run.wire != "fp32"}):
+            same = [run for run in chosen if run.outer == outer]
+            cells = [_mean([run for run in same if run.wire == wire], runs) for wire in wires]
+            rows.append([*_head(plan), outer, *cells])
+    return table(["parameters", "steps", "pretrained", "outer", *(code(wire) for wire in wires)], rows)
 
 
 def by_outer(runs: Sequence[Run]) -> str:
-    """Return the table of outer settings.
+    """Return the table of outer settings: a row for each plan of which more than one was measured.
 
     Args:
         runs: All runs.
     """
-    kind = ("diloco", N, INNER_STEPS, "fp32")
-    plain = [run for run in runs if (run.way, run.n, run.inner_steps, run.wire) == kind]
+    plain = [run for run in runs if run.way == "diloco" and run.wire == "fp32"]
     outers = sorted({run.outer for run in plain})
     rows = []
-    for plan in _plans(run for run in plain if run.outer):
-        chosen = [run for run in plain if (run.size, run.steps, run.pretrained) == plan]
-        rows.append([*_head(plan), *(_mean([run for run in chosen if run.outer == outer], runs) for outer in outers)])
-    return table(["parameters", "steps", "pretrained", *(outer or "default" for outer in outers)], rows)
+    for plan in _plans(plain):
+        of_plan = [run for run in plain if (run.size, run.steps, run.pretrained) == plan]
+        for n, inner_steps in sorted({(run.n, run.inner_steps) for run in of_plan}):
+            chosen = [run for run in of_plan if (run.n, run.inner_steps) == (n, inner_steps)]
+            cells = [_mean([run for run in chosen if run.outer == outer], runs) for outer in outers]
+            if sum(map(bool, cells)) > 1:
+                rows.append([*_head(plan), str(n), str(inner_steps), *cells])
+    return table(["parameters", "steps", "pretrained", "replicas", "`inner_steps`", *outers], rows)
 
 
 def _goal(runs: Sequence[Run]) -> str:
@@ -176,7 +190,8 @@ def _goal(runs: Sequence[Run]) -> str:
         for run in chosen:
             above = above_data_parallel(run, runs)
             if above is not None and (run.size, run.steps, run.pretrained) == (size, steps, pretrained):
-                measured.setdefault(run.outer or "the defaults", []).append(above)
+                name = f"{run.outer} (the default)" if run.has_default_outer else run.outer
+                measured.setdefault(name, []).append(above)
         by_loss = sorted((fmean(each), outer) for outer, each in measured.items())
         if by_loss:
             holding = [outer for above, outer in by_loss if above <= GOAL]
@@ -188,6 +203,11 @@ def _goal(runs: Sequence[Run]) -> str:
     return " ".join(sentences) or (
         "**No run for this goal has finished yet.** The smaller sizes show what was measured so far."
     )
+
+
+def _named(outer: tuple[float, float]) -> str:
+    lr, momentum = outer
+    return f"{lr} and {momentum}"
 
 
 def _seeds(runs: Sequence[Run]) -> str:
@@ -213,7 +233,8 @@ def section(found: Mapping[str, Any]) -> str:
         "same parameters and moments of AdamW. A run without pretraining starts from random parameters.",
         f"{_seeds(runs)} The columns *parameters*, *steps*, *pretrained* and *replicas* are the options `--sizes`, "
         "`--steps`, `--pretrained` and `--replicas` of the command below. The default outer learning rate and momentum "
-        "of plans of up to 1,000 steps are 1.0 and 0.5.",
+        f"of plans of up to {MEASURED_STEPS:,} steps are {_named(LONG_ROUND_OUTER)} in rounds of at least "
+        f"{LONG_ROUND_STEPS} steps, and {_named(SHORT_PLAN_OUTER)} in shorter rounds.",
         _goal(runs),
         *(
             f"```{{image}} scaling-{theme.name}.svg\n:alt: {drawing(theme, runs).title}\n:class: only-{theme.name}\n```"
@@ -223,7 +244,7 @@ def section(found: Mapping[str, Any]) -> str:
     for title, made in (
         ('With `wire="fp32"` and the default outer settings:', by_rounds(runs)),
         (f"Wires, with {N} replicas and `inner_steps={INNER_STEPS}`. `mean_wire` is after a comma:", by_wire(runs)),
-        (f"Outer learning rate and momentum, with {N} replicas and `inner_steps={INNER_STEPS}`:", by_outer(runs)),
+        ('Outer learning rate and momentum, with `wire="fp32"`:', by_outer(runs)),
     ):
         if made.count("\n") > 1:
             parts += [title, made]
@@ -249,12 +270,12 @@ def curves_of(runs: Sequence[Run], size: str) -> list[tuple[str, str, bool, Run]
     of_size = [run for run in runs if (run.size, run.steps, run.seed) == (size, steps, 0)]
     kept: list[tuple[str, str, bool, Run]] = []
     for run in of_size:
-        is_usual = (run.n, run.inner_steps, run.wire, run.outer) == (N, INNER_STEPS, "fp32", "")
+        is_usual = (run.n, run.inner_steps, run.wire) == (N, INNER_STEPS, "fp32")
         if run.way == "alone":
             kept.append(("one replica alone", "orange", False, run))
         elif run.way == "data-parallel" and run.n == N:
             kept.append(("data-parallel", "green", False, run))
-        elif run.way == "diloco" and is_usual:
+        elif run.way == "diloco" and is_usual and run.has_default_outer:
             name = f"DiLoCo after {run.pretrained} steps" if run.pretrained else "DiLoCo"
             kept.append((name, "blue", bool(run.pretrained), run))
     return kept

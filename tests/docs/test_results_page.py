@@ -58,15 +58,16 @@ PLAN = ("size", "way", "n", "inner_steps", "wire", "seed", "steps", "pretrained"
 ROW = ("curve", "corpus", "tokens", "n_parameters", "bytes_up", "machine")
 
 
+CURVE = ((0, 5.0), (50, 3.0))
+
+
 def a_run(loss: float, **changed: Any) -> scaling.Run:
-    usual = scaling.Run(
-        "0.14M", "diloco", 4, 50, "fp32", 0, 100, 0, "", "text", ((0, 5.0), (50, 3.0), (100, loss)), 400, 137, 9, "here"
-    )
-    return replace(usual, **changed)
+    usual = scaling.Run("0.14M", "diloco", 4, 50, "fp32", 0, 100, 0, "1.0,0.8", "text", CURVE, 400, 137, 9, "here")
+    return replace(usual, curve=(*CURVE, (100, loss)), **changed)
 
 
 def data_parallel(loss: float, **changed: Any) -> scaling.Run:
-    return a_run(loss, way="data-parallel", inner_steps=0, wire="", **changed)
+    return a_run(loss, way="data-parallel", inner_steps=0, wire="", outer="", **changed)
 
 
 def test_a_run_is_compared_with_the_data_parallel_run_of_the_same_batches() -> None:
@@ -80,9 +81,10 @@ def test_a_run_is_compared_with_the_data_parallel_run_of_the_same_batches() -> N
 @pytest.mark.parametrize(
     ("make", "changed", "row"),
     [
-        (scaling.by_rounds, {"inner_steps": 10, "n": 2}, "| 0.14M | 100 | none | 2 | +5.0 % |"),
-        (scaling.by_wire, {"wire": "int4"}, "| 0.14M | 100 | none | +5.0 % |"),
-        (scaling.by_outer, {"outer": "0.7,0.9", "pretrained": 50}, "| 0.14M | 100 | 50 | +5.0 % |"),
+        (scaling.by_rounds, {"n": 2}, "| 0.14M | 100 | none | 2 | +5.0 % |"),
+        (scaling.by_rounds, {"inner_steps": 10, "outer": "1.0,0.5"}, "| 0.14M | 100 | none | 4 | +5.0 % |"),
+        (scaling.by_wire, {"wire": "int4"}, "| 0.14M | 100 | none | 1.0,0.8 | +5.0 % |"),
+        (scaling.by_outer, {"outer": "0.7,0.9", "pretrained": 50}, "| 0.14M | 100 | 50 | 4 | 50 | +5.0 % | +20.0 % |"),
     ],
 )
 def test_a_table_shows_the_mean_over_the_seeds(
@@ -91,6 +93,8 @@ def test_a_table_shows_the_mean_over_the_seeds(
     n = changed.get("n", 4)
     runs = [data_parallel(2.0, n=n), data_parallel(4.0, n=n, seed=1)]
     runs += [a_run(2.0, **changed), a_run(4.4, seed=1, **changed)]
+    if make is scaling.by_outer:  # its rows compare two settings
+        runs.append(a_run(2.4, pretrained=50))
     assert make(runs).splitlines()[-1] == row
 
 
@@ -123,10 +127,15 @@ def test_the_section_reports_whether_the_goal_was_reached(loss: float | None, wo
     assert words in scaling.section(data_of(rows))
 
 
+def test_a_run_with_other_outer_settings_than_the_default_is_not_in_the_table_of_the_defaults() -> None:
+    table = scaling.by_rounds([data_parallel(2.0), a_run(2.1), a_run(4.0, outer="1.0,0.5")])
+    assert table.splitlines()[-1] == "| 0.14M | 100 | none | 4 | +5.0 % |"
+
+
 def test_the_figure_of_the_goal_is_of_one_wire_and_one_plan() -> None:
     rows = [data_parallel(2.0), a_run(2.02), a_run(2.2, wire="top8"), a_run(2.4, pretrained=50)]
     section = scaling.section(data_of([replace(row, size="10M") for row in rows]))
     assert "With 100 steps and none pretrained, the goal was reached. By" in section
-    assert "+1.0 % with the defaults." in section
+    assert "+1.0 % with 1.0,0.8 (the default)." in section
     assert "With 100 steps and 50 of them pretrained, the goal was missed. By" in section
-    assert "+20.0 % with the defaults." in section
+    assert "+20.0 % with 1.0,0.8 (the default)." in section

@@ -16,9 +16,9 @@ from torch import nn
 
 from diloco.errors import ContributionError, DiLoCoError
 from diloco.outer import open_diloco
+from diloco.outer_defaults import LONG_ROUND_OUTER
 from diloco.rendezvous.extension import check_extension
 from diloco.rendezvous.phase import RoundPlan
-from diloco.settings import SHORT_PLAN_OUTER
 from diloco.trained_model import ModelSource, read_model
 from executors.replica import Replica, set_current_replica
 from executors.restarts.decision_log import Decision, DecisionLog, extensions_of
@@ -79,7 +79,7 @@ def test_an_extension_keeps_the_outer_settings_that_the_run_began_with() -> None
     assert again.diloco.inner_step == 1200
     schedule = again.diloco._model_state.settings.schedule
     again.diloco.close()
-    assert (schedule.lr, schedule.momentum) == SHORT_PLAN_OUTER
+    assert (schedule.lr, schedule.momentum) == LONG_ROUND_OUTER
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 4])

@@ -156,3 +156,21 @@ def test_an_interrupted_measurement_continues_after_the_last_whole_line(
     results = tmp_path / "results.json"
     script.write_results(results, script.read_lines(lines))
     assert [one.losses for one in script.read_results(results)] == [{"outer_momentum=0.8": 1.5}] * 2
+
+
+def test_a_setting_that_was_added_later_is_trained_alone_and_joins_the_finished_point(script: Any) -> None:
+    added = "outer_momentum=0.8"
+    point = script.Point(task="GRU", n=2, inner_steps=2, rounds=2, seed=0)
+    (all_of_it,) = script.left([point], [])
+    whole = script.measure(all_of_it)
+    before = script.Measured(
+        point=point,
+        losses={name: loss for name, loss in whole.losses.items() if name != added},
+        with_new_statistics={},
+        seconds=1.0,
+    )
+    (missing,) = script.left([point], [before])
+    assert missing.names == (added,)
+    (joined,) = script.merged([before, script.measure(missing)])
+    assert joined.losses == pytest.approx(whole.losses)
+    assert script.left([point], [joined]) == []

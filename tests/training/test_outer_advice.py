@@ -144,14 +144,17 @@ def test_statistics_that_fit_are_not_warned_of(model: Callable[[], nn.Module], g
     [
         ({"inner_steps": 10, "total_steps": 1000}, (1.0, 0.5)),
         ({"inner_steps": 10, "total_steps": 1001}, (0.7, 0.9)),
-        ({"inner_steps": 300, "total_steps": 1000}, (1.0, 0.5)),
+        ({"inner_steps": 49, "total_steps": 1000}, (1.0, 0.5)),
+        ({"inner_steps": 50, "total_steps": 1000}, (1.0, 0.8)),
+        ({"inner_steps": 300, "total_steps": 1000}, (1.0, 0.8)),
+        ({"inner_steps": 50, "total_steps": 1001}, (0.7, 0.9)),
         ({"inner_steps": 10, "total_steps": 1000, "fragments": 2}, (1.0, 0.5)),
         ({"inner_steps": 10}, (0.7, 0.9)),
         ({"round_seconds": 60.0, "total_rounds": 9}, (0.7, 0.9)),
     ],
     ids=str,
 )
-def test_outer_settings_follow_the_length_of_the_plan_if_neither_is_given(
+def test_outer_settings_follow_the_length_of_the_plan_and_of_its_rounds_if_neither_is_given(
     given: dict[str, Any], outer: tuple[float, float]
 ) -> None:
     assert outer_of(**given) == outer

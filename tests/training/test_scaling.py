@@ -18,6 +18,7 @@ from diloco import DiLoCo
 from executors import LocalProcessExecutor, current_replica, launch
 
 STEPS, INNER_STEPS, N = 12, 4, 2
+WITHOUT_ROUNDS: dict[str, Any] = {"inner_steps": 0, "wire": "", "outer": ""}
 
 
 def small_corpus() -> None:
@@ -28,7 +29,9 @@ def small_corpus() -> None:
 
 
 def a_plan(**changed: object) -> Any:
-    return replace(load_example("scaling.py").Plan("0.14M", "diloco", N, INNER_STEPS, "fp32", 0, STEPS), **changed)
+    scaling = load_example("scaling.py")
+    outer = scaling.outer_of(scaling.DEFAULT_OUTER, INNER_STEPS, STEPS)
+    return replace(scaling.Plan("0.14M", "diloco", N, INNER_STEPS, "fp32", 0, STEPS, outer=outer), **changed)
 
 
 def as_a_replica() -> float:
@@ -87,7 +90,7 @@ def interrupt(folder: Path, changed: dict[str, Any]) -> None:
     assert subprocess.run(command, cwd=Path(__file__).parents[1], check=False).returncode == 9
 
 
-@pytest.mark.parametrize("changed", [{}, {"way": "data-parallel", "inner_steps": 0, "wire": ""}], ids=str)
+@pytest.mark.parametrize("changed", [{}, {"way": "data-parallel", **WITHOUT_ROUNDS}], ids=str)
 def test_an_interrupted_run_continues_at_its_checkpoint_with_the_same_bits(
     changed: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -148,7 +151,8 @@ def test_the_published_file_has_all_runs_and_none_of_them_is_repeated(
 ) -> None:
     scaling = load_example("scaling.py")
     lines, published, again = tmp_path / "runs.jsonl", tmp_path / "scaling.json", tmp_path / "again.jsonl"
-    runs = [scaling.train(a_plan(way="alone", n=1, inner_steps=0, wire="", steps=4)), scaling.train(a_plan(steps=4))]
+    alone = a_plan(way="alone", n=1, steps=4, **WITHOUT_ROUNDS)
+    runs = [scaling.train(alone), scaling.train(a_plan(steps=4))]
     monkeypatch.setattr(scaling, "in_processes", lambda _, plans, n: [run for run in runs if run.plan in plans])
     grid = ["--sizes", "0.14M", "--replicas", str(N), "--inner-steps", str(INNER_STEPS), "--steps", "4"]
     scaling.main(["--lines", str(lines), *grid, "--write", str(published)])

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
-from diloco import planner, processor, settings
+from diloco import planner, processor
+from diloco.outer_defaults import PAPER_OUTER
 from diloco.planner import (
     BYTES_PER_ELEMENT,
     FRAGMENTS,
@@ -229,9 +230,10 @@ def test_given_values_are_not_replaced_by_the_plan() -> None:
         (10, 100, (1.0, 0.5)),
         (10, 500, (0.7, 0.8)),
         (20, None, (0.7, 0.9)),
-        (50, 20, (1.0, 0.5)),
+        (20, 50, (1.0, 0.5)),
+        (50, 20, (1.0, 0.8)),
         (50, 21, (0.7, 0.9)),
-        (500, 2, (1.0, 0.5)),
+        (500, 2, (1.0, 0.8)),
     ],
 )
 def test_short_rounds_and_short_runs_get_the_outer_settings_that_measured_best(
@@ -329,10 +331,7 @@ def test_the_numbers_are_those_of_the_wires_and_of_the_rendezvous() -> None:
     assert planner.MEAN_WIRES == DEFAULT_MEAN_WIRE
     assert (Limits().block_elements, Limits().small_bytes) == (planner.BLOCK_ELEMENTS, planner.SMALL_BYTES)
     assert (Limits().piece_bytes, MOST_PIECES) == (planner.PIECE_BYTES, planner.MOST_PIECES)
-    assert planner.SHORT_ROUND_STEPS == settings.SHORT_ROUND_STEPS
-    assert planner.SHORT_PLAN_OUTER == settings.SHORT_PLAN_OUTER
-    assert planner.PAPER_OUTER == settings.PAPER_OUTER == DEFAULT_OUTER
-    assert planner.MEASURED_STEPS == settings.MEASURED_STEPS
+    assert DEFAULT_OUTER == PAPER_OUTER
     assert (planner.MAX_SHARDS, planner.SNAPSHOT_PART_BYTES) == (frames.MAX_SHARDS, snapshot.PART_BYTES)
 
 
