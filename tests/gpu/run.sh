@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# run.sh [FOLDER]: runs the tests that need a GPU, then the measurements, and writes measured.json and log.txt into FOLDER.
+# run.sh [FOLDER [--part NAME]...]: runs the tests that need a GPU, then the measurements, and writes measured.json and
+# log.txt into FOLDER. With --part, only the named parts run: machine, checks, overlap, restart or training.
 #
 # The default of FOLDER is $OUT, or gpu-results. It takes at most 9 minutes. It needs Python 3.12 with torch, numpy, rich,
 # packaging, jinja2 and pytest. The other packages come from .wheels, which `tests/gpu/fetch_wheels.sh` fills on a machine
@@ -28,4 +29,4 @@ if ! "$python" -c "$imports"; then
 fi
 # Each replica imports these files, so they are compiled once, and not by each process.
 "$python" -m compileall -q executors diloco tests/gpu "$site" > /dev/null
-"$python" -m gpu.measure --out "$out/measured.json"
+"$python" -m gpu.measure --out "$out/measured.json" "${@:2}"
