@@ -24,6 +24,7 @@ os._exit(3 if name == "fails" else 0)
 """
 
 
+@pytest.mark.timeout(1200)  # the script starts some twenty processes that import torch
 @pytest.mark.usefixtures("state_home")
 def test_the_script_for_a_gpu_measures_each_part_on_a_cpu(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHON": sys.executable, "REPLICAS_GPU_SMALL": "1"}
