@@ -46,10 +46,8 @@ def clean_up(replica: Replica, hooks: RestartHooks, error: BaseException, before
 
     Returns: the reason why this process must not call the entrypoint again. None: this process may call it again.
     """
-    while replica.at_failure:
-        replica.at_failure.pop()()
+    problem = _release(replica)
     replica.at_end.clear()
-    _destroy_process_group()
     kill_descendants(os.getpid())
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:  # a child that is stuck in the kernel is left to the next clean-up
@@ -57,12 +55,13 @@ def clean_up(replica: Replica, hooks: RestartHooks, error: BaseException, before
     for each in all_of(error):
         each.__traceback__ = None
     del error
-    if problem := _call_hook("finalize", hooks.finalize, replica):
+    if problem or (problem := _call_hook("finalize", hooks.finalize, replica)):
         return problem
     for _ in range(MOST_COLLECTIONS):
         if not gc.collect():
             break
-    _empty_cache()
+    if problem := _empty_cache():
+        return problem
     if problem := _call_hook("health_check", hooks.health_check, replica):
         return problem
     if names := _threads_left(before):
@@ -123,6 +122,21 @@ def _call_hook(name: str, hook: Any, replica: Replica) -> str | None:
     return None
 
 
+def _release(replica: Replica) -> str | None:
+    """Call the functions that a failure needs, such as the end of a DiLoCo. Return the reason if one of them fails.
+
+    After some errors of CUDA every further call fails. An exception here would end the process before the others hear
+    of it.
+    """
+    try:
+        while replica.at_failure:
+            replica.at_failure.pop()()
+        _destroy_process_group()
+    except Exception as error:  # noqa: BLE001 - a process that cannot be cleaned up is not fit, whatever the error is
+        return f"the end of the failed call raised {type(error).__name__}: {error}"
+    return None
+
+
 def _destroy_process_group() -> None:
     """Destroy torch's default process group, so that the next call can make its own."""
     distributed = sys.modules.get("torch.distributed")
@@ -130,11 +144,22 @@ def _destroy_process_group() -> None:
         distributed.destroy_process_group()
 
 
-def _empty_cache() -> None:
-    """Return the GPU memory that torch keeps for tensors that no longer exist."""
+def _empty_cache() -> str | None:
+    """Return the GPU memory that torch keeps for tensors that no longer exist. Return the reason if a GPU is not fit.
+
+    A GPU is asked even if there is no memory to return, because after some errors every further call of CUDA fails.
+    """
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    try:
+        for device in range(torch.cuda.device_count()):
+            if torch.cuda.memory_reserved(device):  # a call for another GPU would create a context there
+                torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+    except Exception as error:  # noqa: BLE001 - torch has several types for errors of CUDA
+        return f"the GPU raised {type(error).__name__}: {error}"
+    return None
 
 
 def _threads_left(before: AbstractSet[int]) -> list[str]:

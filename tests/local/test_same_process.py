@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.again_tasks import (
+    break_the_gpu,
     end_in_turn,
     fail_often,
     fail_three_times,
     fail_to_finalize,
     fail_to_initialize,
+    fail_to_release,
     fail_unfit,
     fail_without_progress,
     hang_when_told,
+    lose_the_gpu,
     train_again,
     train_while_the_other_waits,
 )
@@ -26,6 +30,10 @@ from executors.attempt import Attempt
 from executors.run.run import view_of
 from executors.testing import eventually
 
+ON_A_GPU = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="there is no GPU here"),
+]
 QUICK = "backoff=0.05s:0.1s"
 
 
@@ -88,8 +96,11 @@ def test_a_process_that_has_ended_is_replaced_by_a_new_one(local: LocalProcessEx
         (fail_unfit, {}, "health_check returned False"),
         (fail_to_finalize, {}, "finalize raised RuntimeError: cannot be closed"),
         (end_in_turn, {"kinds": ["thread"]}, "threads of the failed call still run: left behind"),
+        (fail_to_release, {}, "the end of the failed call raised RuntimeError: CUDA error"),
+        (lose_the_gpu, {}, "the GPU raised RuntimeError: CUDA error: an illegal memory access"),
+        pytest.param(break_the_gpu, {}, "the GPU raised", marks=ON_A_GPU),
     ],
-    ids=["health check", "finalize", "thread"],
+    ids=["health check", "finalize", "thread", "release", "lost GPU", "broken GPU"],
 )
 def test_a_process_that_is_not_fit_is_replaced_by_a_new_one(
     local: LocalProcessExecutor, entrypoint: Any, args: dict[str, Any], words: str

@@ -89,6 +89,43 @@ def fail_to_finalize() -> int:
     return fail_unfit()
 
 
+@restartable()
+def fail_to_release() -> int:
+    """As a DiLoCo whose last merge fails."""
+
+    def merge() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    if current_replica().attempt == 0:
+        current_replica().at_failure.append(merge)
+    return fail_unfit()
+
+
+@restartable()
+def lose_the_gpu() -> int:
+    """As if the failed call had left an error of CUDA after which every further call fails. No memory is cached."""
+    import torch
+
+    def synchronize(device: int) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    if current_replica().attempt == 0:
+        cuda: Any = torch.cuda
+        cuda.is_initialized, cuda.device_count, cuda.synchronize = (lambda: True), (lambda: 1), synchronize
+        cuda.memory_reserved = lambda device: 1 << 20
+    return fail_unfit()
+
+
+@restartable()
+def break_the_gpu() -> int:
+    """Leave an error of CUDA after which every further call fails."""
+    import torch
+
+    if current_replica().attempt == 0:
+        torch.zeros(3, device="cuda")[torch.tensor([7], device="cuda")] = 1.0
+    return fail_unfit()
+
+
 def _fail_first(replica: Replica) -> None:
     if replica.attempt == 0:
         raise ValueError("not ready")
