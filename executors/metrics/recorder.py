@@ -238,11 +238,17 @@ def _usage(cores: float) -> dict[str, Any]:
 
 
 def _gpu_usage() -> dict[str, Any]:
-    """Return the GPU memory and utilization of torch. Empty if torch is not loaded or uses no GPU."""
+    """Return the GPU memory of torch, and the use of its busiest GPU. Empty if torch is not loaded or uses no GPU.
+
+    The current GPU of this thread is the first one, whichever GPU the training uses. So the GPUs with memory of this
+    process are asked, and before there is any memory all visible ones.
+    """
     used = dict[str, Any]()
     with contextlib.suppress(Exception):  # torch may not be loaded completely, and the driver may fail
         cuda = sys.modules["torch"].cuda
         if cuda.is_initialized():
-            used["gpu_mem"] = sum(map(cuda.memory_reserved, range(cuda.device_count())))
-            used["gpu_use"] = cuda.utilization() / 100
+            memory = [cuda.memory_reserved(device) for device in range(cuda.device_count())]
+            used["gpu_mem"] = sum(memory)
+            own = [device for device, n_bytes in enumerate(memory) if n_bytes] or range(len(memory))
+            used["gpu_use"] = max(map(cuda.utilization, own)) / 100
     return used

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,6 +195,20 @@ def test_the_usage_of_a_process_is_recorded_every_half_minute_and_at_the_end() -
     lines = [json.loads(line) for key in keys for line in bytes(scene.store.get(key)).splitlines()]
     assert [line["t"] for line in lines] == [30.0, 60.0, 69.0]
     assert all(line["rss"] > 1 << 20 and line["cpu"] >= 0 for line in lines)
+
+
+def test_the_recorded_use_is_that_of_the_gpus_with_memory_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved, percent = [0, 3 << 20, 1 << 20], [90, 20, 40]
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        device_count=lambda: len(reserved),
+        memory_reserved=lambda device: reserved[device],
+        utilization=lambda device=0: percent[device],
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert module._gpu_usage() == {"gpu_mem": 4 << 20, "gpu_use": 0.4}
+    reserved[:] = [0, 0, 0]  # CUDA is initialized, and no tensor was made
+    assert module._gpu_usage() == {"gpu_mem": 0, "gpu_use": 0.9}
 
 
 def test_reporting_asks_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
