@@ -32,6 +32,8 @@ class DeviceCopies:
         self._device = device
         self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
+        self._kept_bytes = 0
+        """The size of the largest copies so far."""
         self._narrow: list[tuple[Tensor, Tensor]] = []
         """For each tensor that is not float32: its place in the memory, and its copy in its own dtype."""
 
@@ -46,12 +48,17 @@ class DeviceCopies:
         return cls(next(iter(devices))) if len(devices) == 1 and next(iter(devices)).type == "cuda" else None
 
     def has_room(self, n_bytes: int) -> bool:
-        """Return True if the device has free memory for copies, and as much again for the training.
+        """Return True if the device has memory for copies, and as much again for the training. Then make the copies.
 
         Args:
             n_bytes: the size of the copies.
         """
-        return 2 * n_bytes <= torch.cuda.mem_get_info(self._device)[0]
+        # The driver counts the memory of earlier copies as used, because torch keeps it for further copies of this
+        # stream. Without it, a nearly full GPU would have room for the first copies alone.
+        if 2 * n_bytes > torch.cuda.mem_get_info(self._device)[0] + self._kept_bytes:
+            return False
+        self._kept_bytes = max(self._kept_bytes, n_bytes)
+        return True
 
     def hold(self, live: Values, memory: Tensor) -> None:
         """Begin to copy live parameters into pinned memory. The next call on the current stream may change the

@@ -85,6 +85,21 @@ def test_pinned_memory_may_be_written_again_once_its_values_are_on_the_device(mo
     assert stream.is_done
 
 
+def test_a_gpu_that_had_room_for_copies_still_has_it_when_torch_keeps_their_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = [200]
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: StreamWithoutDevice())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 1000))
+    copies = DeviceCopies(torch.device("cpu"))
+    assert not copies.has_room(101)
+    assert copies.has_room(100)
+    free[0] -= 100  # the copies, which torch keeps
+    assert copies.has_room(100)
+    free[0] -= 1  # the training has taken more
+    assert not copies.has_room(100)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
