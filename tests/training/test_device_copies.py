@@ -100,26 +100,59 @@ def test_a_gpu_that_had_room_for_copies_still_has_it_when_torch_keeps_their_memo
     assert not copies.has_room(100)
 
 
+SHAPE = (8192, 4096)
+"""A copy of a layer of this shape takes milliseconds, so a missing wait is seen."""
+CYCLES = 10**9
+"""Half a second of a GPU, in which a stream does nothing else."""
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_work_held_and_merged_on_a_device_has_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
-    merged = []
-    for device in ("cpu", "cuda"):
-        torch.manual_seed(0)
-        model = nn.Linear(300, 70).to(dtype).to(device)
-        (fragment,) = plan_fragments(model, 1, sync_buffers=False)
-        anchor = torch.randn(fragment.n_elements)
-        shadow = HeldWork(model, fragment, anchor, BufferPool(fragment.n_elements, keeps=True))
-        with torch.no_grad():
-            shadow.hold("I")
-            for parameter in model.parameters():
-                parameter.add_(1.0)  # the training continues at once
-            held = torch.cat([values.reshape(-1).cpu() for _, values in shadow.values()])
-            shadow.remove_held()
-            anchor.sub_(0.5)
-            shadow.after_step()
-            shadow.prepare_merge()
-            shadow.merge()
-        merged.append([held, *(parameter.detach().cpu() for parameter in model.parameters())])
-    assert all(torch.equal(one, other) for one, other in zip(*merged, strict=True))
+@pytest.mark.parametrize("kind", ["add", "anchor"])
+@pytest.mark.parametrize("has_room", [True, False])
+def test_work_held_and_merged_on_a_device_has_the_bits_of_the_cpu_however_late_its_streams_are(
+    dtype: torch.dtype, kind: str, has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_room:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1))
+    expected, found = (held_and_merged(device, dtype, kind, SHAPE) for device in ("cpu", "cuda"))
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def held_and_merged(device: str, dtype: torch.dtype, kind: str, shape: tuple[int, int]) -> list[Tensor]:
+    """Return the held copy of a layer, and its parameters after the merge."""
+    torch.manual_seed(0)
+    model = nn.Linear(*shape).to(dtype).to(device)
+    (fragment,) = plan_fragments(model, 1, sync_buffers=False)
+    anchor = torch.randn(fragment.n_elements)
+    pool = BufferPool(fragment.n_elements, keeps=True)
+    held = HeldWork(model, fragment, anchor, pool)
+    assert (held._copies is not None) == (device == "cuda")
+
+    def delay_copies() -> None:
+        if held._copies is not None:
+            with torch.cuda.stream(held._copies._side):
+                torch.cuda._sleep(CYCLES)
+
+    with torch.no_grad():
+        if device == "cuda":
+            torch.cuda._sleep(2 * CYCLES)  # longer than the copies are delayed
+        for parameter in model.parameters():
+            parameter.mul_(2.0)  # the last step before the copy
+        delay_copies()
+        held.hold("I")
+        for parameter in model.parameters():
+            parameter.add_(1.0)  # the training continues at once
+        copy = torch.cat([values.reshape(-1).cpu() for _, values in held.values()])
+        if kind == "add":
+            held.remove_held()
+        else:
+            held.take_anchor()
+        anchor.sub_(0.5)
+        held.after_step()
+        delay_copies()
+        held.prepare_merge()
+        held.merge()
+        pool.take(fragment.n_elements, is_pinned=held._is_pinned).fill_(7.0)  # as another fragment does at once
+    return [copy, *(parameter.detach().cpu() for parameter in model.parameters())]
