@@ -133,11 +133,11 @@ def held_and_merged(device: str, dtype: torch.dtype, kind: str, shape: tuple[int
     def delay_copies() -> None:
         if held._copies is not None:
             with torch.cuda.stream(held._copies._side):
-                torch.cuda._sleep(CYCLES)
+                torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
 
     with torch.no_grad():
         if device == "cuda":
-            torch.cuda._sleep(2 * CYCLES)  # longer than the copies are delayed
+            torch.cuda._sleep(2 * CYCLES)  # type: ignore[no-untyped-call] # longer than the copies are delayed
         for parameter in model.parameters():
             parameter.mul_(2.0)  # the last step before the copy
         delay_copies()

@@ -459,7 +459,7 @@ class Deep(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         with torch.enable_grad():
             if ctx.depth:
                 backward_within(ctx.act, ctx.depth - 1)
@@ -469,8 +469,8 @@ class Deep(torch.autograd.Function):
 
 
 def backward_within(act: Callable[[], object], depth: int) -> None:
-    x: Any = Deep.apply(torch.ones((), requires_grad=True), depth, act)
-    torch.autograd.backward(x)
+    apply: Any = Deep.apply
+    torch.autograd.backward(apply(torch.ones((), requires_grad=True), depth, act))
 
 
 @pytest.mark.cuda
