@@ -21,7 +21,12 @@ class UnhealthyError(ReplicasError):
 
 
 def check_health(
-    name: str, end: Callable[[str], None] | None = None, limit_s: float = LIMIT_S, *, gpu: str | None = None
+    name: str,
+    end: Callable[[str], None] | None = None,
+    limit_s: float = LIMIT_S,
+    *,
+    gpu: str | None = None,
+    in_child: bool = False,
 ) -> None:
     """Call a health check. It has failed if it raises an exception, exits, or returns False.
 
@@ -31,13 +36,14 @@ def check_health(
             default: the check has no limit.
         limit_s: the limit of a function in seconds. Default: a minute. Checks that ship have their own limits.
         gpu: the GPU that the launch requests. None, the default: no GPU.
+        in_child: True if a child process must ask the GPUs, because this process only starts a command. Default False.
 
     Raises:
         UnhealthyError: the check failed.
     """
     if shipped := shipped_checks(name):
         for each in shipped:
-            _run_shipped(each, end, gpu, is_one_of_all=ALL in name.split(","))
+            _run_shipped(each, end, gpu, is_one_of_all=ALL in name.split(","), in_child=in_child)
         return
     import threading  # only here, because a process that forks replicas must not import it
 
@@ -60,7 +66,9 @@ def check_health(
         raise UnhealthyError(f"The health check {name} returned False.")
 
 
-def _run_shipped(name: str, end: Callable[[str], None] | None, gpu: str | None, *, is_one_of_all: bool) -> None:
+def _run_shipped(
+    name: str, end: Callable[[str], None] | None, gpu: str | None, *, is_one_of_all: bool, in_child: bool
+) -> None:
     """Run a check that ships, and print what it found into the log of the replica."""
     import threading
 
@@ -73,7 +81,7 @@ def _run_shipped(name: str, end: Callable[[str], None] | None, gpu: str | None, 
     if end is not None:
         timer.start()
     try:
-        found = run_check(name, current_replica(), gpu, is_one_of_all=is_one_of_all)
+        found = run_check(name, current_replica(), gpu, is_one_of_all=is_one_of_all, in_child=in_child)
     except Exception as error:
         if sigterm_arrived():
             raise

@@ -413,7 +413,8 @@ class _Worker:
             seed_generators(replica, task.record.seed, but=set())
             end = self._end_unhealthy if self._assignment.supervisor_pid else None
             with replica.section("health check", limit_of(settings.health_check, LIMIT_S)):
-                check_health(settings.health_check, end, gpu=self._assignment.gpu)
+                is_command = task.record.command is not None
+                check_health(settings.health_check, end, gpu=self._assignment.gpu, in_child=is_command)
         if settings is None or settings.tracker is None or replica.recorder is None or not self._leads:
             return self._with_hooks(_load(replica, task, self._assignment))
         from executors.worker.tracking import Tracking, tracked, write_run_page

@@ -10,12 +10,14 @@ import os
 import secrets
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from executors.errors import ReplicasError, StoreError
+from executors.module_search import new_python
 from executors.replica import Replica
 from executors.store.url import directory_of
 
@@ -32,6 +34,8 @@ SMI_FIELDS = (
     *("index", "name", "temperature.gpu", "ecc.errors.uncorrected.volatile.total"),
     *("clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown"),
 )
+FOUND_PROBLEM = 3
+"""The exit code of a child process that found a problem."""
 UNKNOWN = ("", "[N/A]", "N/A", "[Not Supported]", "[Unknown Error]")
 
 
@@ -39,7 +43,9 @@ class FoundProblem(ReplicasError):
     """A health check found a problem. The text has the value."""
 
 
-def run_check(name: str, replica: Replica, gpu: str | None, *, is_one_of_all: bool = False) -> str:
+def run_check(
+    name: str, replica: Replica, gpu: str | None, *, is_one_of_all: bool = False, in_child: bool = False
+) -> str:
     """Run one check, and return a sentence about what it found.
 
     Args:
@@ -48,17 +54,44 @@ def run_check(name: str, replica: Replica, gpu: str | None, *, is_one_of_all: bo
         gpu: the GPU that the launch requests. None: no GPU.
         is_one_of_all: True if the user asked for all checks. Then a machine without a GPU is in order, unless the
             launch requests a GPU. Default False.
+        in_child: True if this process only waits for a command. Then a child process asks the GPUs, because this
+            process would keep GPU memory until the command ends. Default False.
 
     Raises:
         FoundProblem: the check failed.
         StoreError: the store does not answer.
     """
     if name == "gpu":
-        if is_one_of_all and gpu is None and _why_no_gpu() is not None:
-            return "skipped, because the launch requests no GPU and this machine shows none"
-        return check_devices(_devices())
+        is_optional = is_one_of_all and gpu is None
+        return _check_gpus_in_child(is_optional) if in_child else _check_gpus(is_optional)
     checks: Mapping[str, Callable[[Replica], str]] = {"disk": check_disk, "store": check_store, "clock": check_clock}
     return checks[name](replica)
+
+
+def _check_gpus(is_optional: bool) -> str:
+    if is_optional and _why_no_gpu() is not None:
+        return "skipped, because the launch requests no GPU and this machine shows none"
+    return check_devices(_devices())
+
+
+def _check_gpus_in_child(is_optional: bool) -> str:
+    command = new_python(f"from {__name__} import main; main()", *["optional"] * is_optional)
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
+    *_, found = ["", *ended.stdout.splitlines()]  # an import may print lines before
+    if ended.returncode == FOUND_PROBLEM:
+        raise FoundProblem(found)
+    if ended.returncode:
+        raise FoundProblem(f"the process that asks the GPUs ended with {ended.returncode}")
+    return found
+
+
+def main() -> None:
+    """Check the GPUs in a child process: print what was found, and exit with `FOUND_PROBLEM` if it is a problem."""
+    try:
+        print(_check_gpus("optional" in sys.argv[1:]))
+    except FoundProblem as problem:
+        print(problem)
+        sys.exit(FOUND_PROBLEM)
 
 
 def _why_no_gpu() -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -101,6 +102,22 @@ def test_a_clock_that_differs_by_more_than_a_minute_fails_with_the_difference(
     with pytest.raises(FoundProblem, match=words):
         run_check("clock", in_store(OtherClock(by_s)), None)
     assert "differs from the clock of the store by" in run_check("clock", in_store(OtherClock(0.0)), None)
+
+
+def test_the_process_of_a_command_leaves_the_gpus_to_a_child(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    no_gpu = "import os\nfrom types import SimpleNamespace\n__version__ = str(os.getpid())\nprint('loading')\n"
+    no_gpu += "cuda = SimpleNamespace(is_available=lambda: False)\nversion = SimpleNamespace(cuda='13.0')\n"
+    (tmp_path / "torch.py").write_text(no_gpu)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(FoundProblem, match=r"^no GPU can be used: PyTorch \d+ finds none") as found:
+        run_check("gpu", replica, None, in_child=True)
+    assert f"PyTorch {os.getpid()} " not in str(found.value)
+    assert run_check("gpu", replica, None, is_one_of_all=True, in_child=True).startswith("skipped")
+    (tmp_path / "torch.py").write_text("import os\nos._exit(7)\n")
+    with pytest.raises(FoundProblem, match="the process that asks the GPUs ended with 7"):
+        run_check("gpu", replica, None, in_child=True)
 
 
 def test_a_full_disk_fails_with_the_free_space(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
