@@ -9,5 +9,5 @@ done
 rm -rf .wheels
 python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" \
     -d .wheels xxhash blake3 cloudpickle tenacity 'typer>=0.26,<0.29' click shellingham annotated-doc platformdirs \
-    inotify_simple nvidia-ml-py
+    inotify_simple nvidia-ml-py psutil
 ls .wheels
