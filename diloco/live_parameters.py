@@ -431,6 +431,7 @@ class HeldWork:
 
         If the device has no room for them, `merge` copies one tensor after another.
         """
+        self._on_device = []  # an earlier result that was not merged had older values
         if self._copies is None or self._kind is None or not self._copies.has_room(self._anchor.nbytes):
             return
         if self._kind == "anchor":

@@ -38,6 +38,22 @@ class CopiesToNoDevice:
     def use_on_stream(self, copies: Sequence[Tensor]) -> None: ...
 
 
+def test_a_result_that_comes_before_the_merge_of_an_earlier_one_replaces_its_values_on_the_device() -> None:
+    model = nn.Linear(3, 2, bias=False)
+    (fragment,) = plan_fragments(model, 1, sync_buffers=False)
+    anchor = torch.zeros(fragment.n_elements)
+    held = HeldWork(model, fragment, anchor, BufferPool(fragment.n_elements, keeps=True))
+    of_held: Any = held
+    for value, has_room in ((1.0, True), (2.0, False)):
+        of_held._copies = CopiesToNoDevice(has_room=has_room)
+        anchor.fill_(value)
+        held.take_anchor(0.0)
+        held.prepare_merge()
+    with torch.no_grad():
+        held.merge()
+    assert model.weight.tolist() == [[2.0] * 3] * 2
+
+
 @pytest.mark.parametrize("mix", [0.0, 0.25])
 @pytest.mark.parametrize("has_room", [True, False])
 def test_an_anchor_to_merge_is_copied_to_the_device_before_the_training_thread_merges_it(
