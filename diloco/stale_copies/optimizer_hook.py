@@ -32,9 +32,9 @@ Watcher: TypeAlias = Callable[[Optimizer], StepTest | None]
 # One permanent hook for the whole process. To add hooks later is not safe: torch may iterate over its hooks in another
 # thread.
 _watchers: dict[int, tuple[Watcher, ...]] = {}
-"""For each thread, the functions to call before each optimizer step of that thread. In tests, each replica is a thread.
+"""For each thread, the functions to call before each optimizer step of that thread.
 
-A thread that has ended watching keeps an empty tuple.
+In tests, each replica is a thread.
 """
 
 
@@ -62,7 +62,10 @@ def unwatch(callback: Watcher) -> None:
     """
     for thread, callbacks in _watchers.copy().items():
         if callback in callbacks:
-            _watchers[thread] = tuple(each for each in callbacks if each != callback)
+            if left := tuple(each for each in callbacks if each != callback):
+                _watchers[thread] = left
+            else:
+                _watchers.pop(thread, None)  # a later thread may have the same number
 
 
 @functools.cache
@@ -86,12 +89,12 @@ def _register() -> None:
 
 def _callbacks() -> tuple[Watcher, ...]:
     """Return the functions to call before an optimizer step of this thread."""
-    own = _watchers.get(get_ident())
-    if own is None and is_in_backward():
+    own = _watchers.get(get_ident(), ())
+    if not own and is_in_backward():
         # torch computes gradients on a GPU in a thread of its own, which does not know the thread that called
         # `backward`. Each function examines the optimizer, and ignores one of another model.
         return tuple(itertools.chain.from_iterable(_watchers.copy().values()))
-    return own or ()
+    return own
 
 
 def is_in_backward() -> bool:

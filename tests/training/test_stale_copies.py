@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from threading import get_ident
 from typing import Any
 
@@ -20,7 +23,7 @@ from diloco.errors import DiLoCoError, StaleCopyError
 from diloco.fragments import plan_fragments
 from diloco.outer import open_diloco
 from diloco.stale_copies.comparison import MOST_SEARCHES, STRIKES, StaleCopies
-from diloco.stale_copies.optimizer_hook import _watchers
+from diloco.stale_copies.optimizer_hook import _watchers, unwatch, watch
 from diloco.stale_copies.search import MOST_OBJECTS, names_of, reachable_objects
 from diloco.testing import run_replicas
 from executors.store import MemoryStore
@@ -479,8 +482,26 @@ def test_an_optimizer_that_steps_in_a_backward_pass_on_a_gpu_is_known() -> None:
     optimizers_that_step_in_their_pass_are_known("cuda", lambda act: act())
 
 
+WITHIN_OTHER_PASSES = """
+from training import test_stale_copies as here
+
+here.optimizers_that_step_in_their_pass_are_known("cpu", lambda act: here.backward_within(act, 70))
+"""
+
+
 def test_an_optimizer_that_steps_in_a_backward_pass_of_another_thread_is_known() -> None:
-    optimizers_that_step_in_their_pass_are_known("cpu", lambda act: backward_within(act, 70))
+    # After such a pass, no child of this process can compute gradients, and other tests fork.
+    ended = subprocess.run([sys.executable, "-c", WITHIN_OTHER_PASSES], cwd=Path(__file__).parents[1], check=False)
+    assert ended.returncode == 0
+
+
+def test_a_thread_that_ends_watching_leaves_nothing_to_a_later_thread_of_the_same_number() -> None:
+    def callback(_: torch.optim.Optimizer) -> None: ...
+
+    before = _watchers.get(get_ident())
+    watch(callback)
+    unwatch(callback)
+    assert _watchers.get(get_ident()) == before != ()
 
 
 def optimizers_that_step_in_their_pass_are_known(device: str, around: Callable[[Callable[[], object]], object]) -> None:
