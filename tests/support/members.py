@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ from torch import nn
 import executors.replica as replicas
 from executors.replica import CONTRACT, replica_from, set_current_replica
 
-LIMIT_S = 240
+LIMIT_S = 120
+"""The longest time of a member, in seconds. It is less than the limit of a test."""
 shards_on_cpus = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="this release of torch cannot train a sharded model on CPUs"
 )
@@ -48,9 +50,7 @@ def run_members(folder: Path, sizes: Sequence[int], body: Body, *, attempt: int 
     for process in processes:
         process.start()
     for process in processes:
-        process.join(LIMIT_S)
-        if process.is_alive():
-            process.kill()
+        process.join()
     places = [(rank, member) for rank, size in enumerate(sizes) for member in range(size)]
     paths = {place: folder / f"result-{place[0]}-{place[1]}-{attempt}" for place in places}
     return {
@@ -60,6 +60,8 @@ def run_members(folder: Path, sizes: Sequence[int], body: Body, *, attempt: int 
 
 
 def _run(folder: Path, rank: int, member: int, sizes: Sequence[int], attempt: int, body: Body) -> None:
+    # A member that is stuck shows where, and ends before the limit of the test, which would leave it behind.
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     torch.set_num_threads(1)
     replicas.leave_process_group()
     size = sizes[rank]
