@@ -47,8 +47,8 @@ class DeviceCopies:
         devices = {values.device for _, values in live}
         return cls(next(iter(devices))) if len(devices) == 1 and next(iter(devices)).type == "cuda" else None
 
-    def has_room(self, n_bytes: int) -> bool:
-        """Return True if the device has memory for copies, and as much again for the training. Then make the copies.
+    def take_room(self, n_bytes: int) -> bool:
+        """Return True if the device has memory for copies and as much again for the training. Then make the copies.
 
         Args:
             n_bytes: the size of the copies.
@@ -71,7 +71,7 @@ class DeviceCopies:
         side, current = self._side, torch.cuda.current_stream(self._device)
         side.wait_stream(current)
         tensors = [values for _, values in live]
-        has_room = self.has_room(sum(values.nbytes for values in tensors))
+        has_room = self.take_room(sum(values.nbytes for values in tensors))
         self._narrow = []
         with torch.cuda.stream(side):
             sources = [values.clone() for values in tensors] if has_room else tensors

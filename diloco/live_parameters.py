@@ -432,7 +432,7 @@ class HeldWork:
         If the device has no room for them, `merge` copies one tensor after another.
         """
         self._on_device = []  # an earlier result that was not merged had older values
-        if self._copies is None or self._kind is None or not self._copies.has_room(self._anchor.nbytes):
+        if self._copies is None or self._kind is None or not self._copies.take_room(self._anchor.nbytes):
             return
         if self._kind == "anchor":
             self.memory.copy_(self._anchor)  # a copy from memory that is not pinned would block the training thread

@@ -66,8 +66,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """The outer settings that are compared, as arguments of `DiLoCo`.
 
-The first is its default for rounds of fewer than 50 steps, and the second for rounds of more. In longer runs it is
-another one.
+The first is its default in rounds of fewer than 50 steps, and the second in rounds of at least 50. Longer runs have
+another default.
 """
 FOR_BATCH_NORM: dict[str, dict[str, Any]] = {
     "total_steps=None": {**PAPER, "total_steps": None},  # a ramp of 40 rounds, and no final average
@@ -413,30 +413,30 @@ def measure(work: Work) -> Measured:
     point = work.point
     began, task, n = time.monotonic(), TASKS[point.task], point.n
     chosen = {name: given for name, given in settings_for(task).items() if name in work.names}
-    is_joined = DATA_PARALLEL in work.names
-    names = [*([DATA_PARALLEL] if is_joined else []), *chosen]
-    ranks = [*range(n)] * len(names) + [0]  # the last one is the replica alone
     torch.manual_seed(point.seed)
-    models = [task.model()]
-    models += [deepcopy(models[0]) for _ in ranks[1:]]
-    of_setting = {name: models[n * index : n * (index + 1)] for index, name in enumerate(names)}
-    inner = Inner(task, models, steps=point.steps)
+    first = task.model()
+    models = {
+        name: [deepcopy(first) for _ in range(1 if name == ALONE else n)]
+        for name in (DATA_PARALLEL, *chosen, ALONE)
+        if name in work.names
+    }
+    ranks = [rank for each in models.values() for rank in range(len(each))]
+    joined = slice(len(models.get(DATA_PARALLEL, ())))  # the first of all models
+    inner = Inner(task, [model for each in models.values() for model in each], steps=point.steps)
     groups = []
     for name, given in chosen.items():
         settings = settings_of(given, inner_steps=point.inner_steps, rounds=point.rounds, n=n)
-        groups.append(Together(of_setting[name], settings, sync_buffers=given.get("sync_buffers")))
+        groups.append(Together(models[name], settings, sync_buffers=given.get("sync_buffers")))
     generators = [torch.Generator().manual_seed(1000 * point.seed + rank) for rank in range(n)]
     for step in range(point.steps):
         drawn = [task.data().draw(rank, n, task.batch, generators[rank]) for rank in range(n)]
-        inner.step(step, [drawn[rank] for rank in ranks], joined=slice(n if is_joined else 0))
+        inner.step(step, [drawn[rank] for rank in ranks], joined=joined)
         if (step + 1) % point.inner_steps == 0:
             for group in groups:
                 group.round(step // point.inner_steps)
-    ends = {name: of_setting[name][0] for name in names}
-    if ALONE in work.names:
-        ends = {ALONE: models[-1], **ends}
+    ends = {name: each[0] for name, each in models.items()}
     renewed = {}
-    if has_batch_norm(models[0]):
+    if has_batch_norm(first):
         renewed = {name: evaluate(with_new_statistics(end, task), task.data()) for name, end in ends.items()}
     losses = {name: evaluate(end, task.data()) for name, end in ends.items()}
     seconds = round(time.monotonic() - began, 1)

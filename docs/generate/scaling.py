@@ -68,10 +68,10 @@ class Run:
         return self.curve[-1][1]
 
     @property
-    def has_default_outer(self) -> bool:
-        """True if `DiLoCo` would choose the outer settings of this run itself."""
+    def default_outer(self) -> str:
+        """The outer settings that `DiLoCo` would choose for this run."""
         lr, momentum = default_outer(self.inner_steps, ceil((self.steps - self.pretrained) / self.inner_steps))
-        return self.outer == f"{lr},{momentum}"
+        return f"{lr},{momentum}"
 
     @property
     def bytes_of_a_step(self) -> float:
@@ -130,7 +130,7 @@ def by_rounds(runs: Sequence[Run]) -> str:
     Args:
         runs: All runs.
     """
-    plain = [run for run in runs if run.way == "diloco" and run.wire == "fp32" and run.has_default_outer]
+    plain = [run for run in runs if run.way == "diloco" and run.wire == "fp32" and run.outer == run.default_outer]
     lengths = sorted({run.inner_steps for run in plain})
     rows = []
     for plan in _plans(plain):
@@ -174,10 +174,20 @@ def by_outer(runs: Sequence[Run]) -> str:
         of_plan = [run for run in plain if (run.size, run.steps, run.pretrained) == plan]
         for n, inner_steps in sorted({(run.n, run.inner_steps) for run in of_plan}):
             chosen = [run for run in of_plan if (run.n, run.inner_steps) == (n, inner_steps)]
-            cells = [_mean([run for run in chosen if run.outer == outer], runs) for outer in outers]
-            if sum(map(bool, cells)) > 1:
+            found = _above_by_outer(chosen, runs)
+            if len(found) > 1:
+                cells = [f"{found[outer]:+.1f} %" if outer in found else "" for outer in outers]
                 rows.append([*_head(plan), str(n), str(inner_steps), *cells])
     return table(["parameters", "steps", "pretrained", "replicas", "`inner_steps`", *outers], rows)
+
+
+def _above_by_outer(chosen: Iterable[Run], runs: Sequence[Run]) -> dict[str, float]:
+    """Return by how many percent runs are above data-parallel training, by their outer settings."""
+    measured: dict[str, list[float]] = {}
+    for run in chosen:
+        if (above := above_data_parallel(run, runs)) is not None:
+            measured.setdefault(run.outer, []).append(above)
+    return {outer: fmean(each) for outer, each in measured.items()}
 
 
 def _goal(runs: Sequence[Run]) -> str:
@@ -185,23 +195,26 @@ def _goal(runs: Sequence[Run]) -> str:
     kind = (GOAL_SIZE, "diloco", N, INNER_STEPS, "fp32")
     chosen = [run for run in runs if (run.size, run.way, run.n, run.inner_steps, run.wire) == kind]
     sentences = []
-    for size, steps, pretrained in _plans(chosen):
-        measured: dict[str, list[float]] = {}
-        for run in chosen:
-            above = above_data_parallel(run, runs)
-            if above is not None and (run.size, run.steps, run.pretrained) == (size, steps, pretrained):
-                name = f"{run.outer} (the default)" if run.has_default_outer else run.outer
-                measured.setdefault(name, []).append(above)
-        by_loss = sorted((fmean(each), outer) for outer, each in measured.items())
-        if by_loss:
-            holding = [outer for above, outer in by_loss if above <= GOAL]
-            word = "reached" if len(holding) == len(by_loss) else f"reached with {', '.join(holding)}"
-            result = word if holding else "missed"
-            plan = f"{steps:,} steps and {f'{pretrained:,} of them' if pretrained else 'none'} pretrained"
-            each = ", ".join(f"{above:+.1f} % with {outer}" for above, outer in by_loss)
-            sentences.append(f"With {plan}, the goal was {result}. By outer learning rate and momentum: {each}.")
+    for plan in _plans(chosen):
+        of_plan = [run for run in chosen if (run.size, run.steps, run.pretrained) == plan]
+        if found := _above_by_outer(of_plan, runs):
+            sentences.append(_goal_of(of_plan[0], found))
     return " ".join(sentences) or (
         "**No run for this goal has finished yet.** The smaller sizes show what was measured so far."
+    )
+
+
+def _goal_of(run: Run, found: Mapping[str, float]) -> str:
+    """Return the sentences about the goal for the plan of a run, with the percentages by outer settings."""
+    by_loss = sorted(found, key=lambda outer: found[outer])
+    names = {outer: f"{outer} (the default)" if outer == run.default_outer else outer for outer in by_loss}
+    holding = [names[outer] for outer in by_loss if found[outer] <= GOAL]
+    result = "reached" if len(holding) == len(found) else f"reached with {', '.join(holding)}" if holding else "missed"
+    pretrained = f"{run.pretrained:,} of them" if run.pretrained else "none"
+    each = ", ".join(f"{found[outer]:+.1f} % with {names[outer]}" for outer in by_loss)
+    return (
+        f"With {run.steps:,} steps and {pretrained} pretrained, the goal was {result}. "
+        f"By outer learning rate and momentum: {each}."
     )
 
 
@@ -275,7 +288,7 @@ def curves_of(runs: Sequence[Run], size: str) -> list[tuple[str, str, bool, Run]
             kept.append(("one replica alone", "orange", False, run))
         elif run.way == "data-parallel" and run.n == N:
             kept.append(("data-parallel", "green", False, run))
-        elif run.way == "diloco" and is_usual and run.has_default_outer:
+        elif run.way == "diloco" and is_usual and run.outer == run.default_outer:
             name = f"DiLoCo after {run.pretrained} steps" if run.pretrained else "DiLoCo"
             kept.append((name, "blue", bool(run.pretrained), run))
     return kept

@@ -147,7 +147,7 @@ def _destroy_process_group() -> None:
 def _empty_cache() -> str | None:
     """Return the GPU memory that torch keeps for tensors that no longer exist. Return the reason if a GPU is not fit.
 
-    A GPU is asked even if there is no memory to return, because after some errors every further call of CUDA fails.
+    A GPU is asked even if it has no memory to return, because after some errors every further call of CUDA fails.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

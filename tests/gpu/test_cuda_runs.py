@@ -21,10 +21,12 @@ from gpu import tasks
 
 N_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not N_GPUS, reason="there is no GPU here")], id="cuda"
+    "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not N_GPUS, reason="this machine has no GPU")], id="cuda"
 )
 TWO_GPUS = pytest.param(
-    "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(N_GPUS < 2, reason="there are no two GPUs here")], id="cuda"
+    "cuda",
+    marks=[pytest.mark.cuda, pytest.mark.skipif(N_GPUS < 2, reason="this machine has fewer than two GPUs")],
+    id="cuda",
 )
 GPU = "H200"
 """The name of the GPU that launches request. A local launch needs only its number."""

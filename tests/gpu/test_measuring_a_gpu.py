@@ -62,9 +62,9 @@ def test_without_its_packages_the_script_names_what_to_bring(tmp_path: Path) -> 
     copy = tmp_path / "tests/gpu/run.sh"
     copy.write_text(SCRIPT.read_text())
     environ = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
-    (tmp_path / "diloco.py").write_text("raise ImportError('There is no xxhash.')")
+    (tmp_path / "diloco.py").write_text("raise ImportError('xxhash is missing.')")
     done = subprocess.run(["bash", copy], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     log = (tmp_path / "out/log.txt").read_text()
-    assert "There is no xxhash." in log
+    assert "xxhash is missing." in log
     assert "Run tests/gpu/fetch_wheels.sh on a machine with a network" in log

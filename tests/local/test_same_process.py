@@ -32,7 +32,7 @@ from executors.testing import eventually
 
 ON_A_GPU = [
     pytest.mark.cuda,
-    pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="there is no GPU here"),
+    pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="this machine has no GPU"),
 ]
 QUICK = "backoff=0.05s:0.1s"
 

@@ -22,7 +22,7 @@ class CopiesToNoDevice:
         self.n_copied = 0
         self._has_room = has_room
 
-    def has_room(self, n_bytes: int) -> bool:
+    def take_room(self, n_bytes: int) -> bool:
         return self._has_room
 
     def hold(self, live: Values, memory: Tensor) -> None:
@@ -108,12 +108,12 @@ def test_a_gpu_that_had_room_for_copies_still_has_it_when_torch_keeps_their_memo
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: StreamWithoutDevice())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 1000))
     copies = DeviceCopies(torch.device("cpu"))
-    assert not copies.has_room(101)
-    assert copies.has_room(100)
+    assert not copies.take_room(101)
+    assert copies.take_room(100)
     free[0] -= 100  # the copies, which torch keeps
-    assert copies.has_room(100)
+    assert copies.take_room(100)
     free[0] -= 1  # the training has taken more
-    assert not copies.has_room(100)
+    assert not copies.take_room(100)
 
 
 SHAPE = (8192, 4096)
@@ -123,7 +123,7 @@ CYCLES = 10**9
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["add", "anchor"])
 @pytest.mark.parametrize("has_room", [True, False])

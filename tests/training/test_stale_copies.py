@@ -477,7 +477,7 @@ def backward_within(act: Callable[[], object], depth: int) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
 def test_an_optimizer_that_steps_in_a_backward_pass_on_a_gpu_is_known() -> None:
     optimizers_that_step_in_their_pass_are_known("cuda", lambda act: act())
 
