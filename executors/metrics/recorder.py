@@ -1,11 +1,12 @@
 """Records the measurements of one attempt into write-once segments of lines.
 
-The training thread only appends to queues, and never waits for the store. A background thread calls `look` once a
-second, and writes the segments. No error of this thread ends the training. `rows` describes the lines.
+The training thread only appends to queues, and never waits for the store. A background thread calls `measure` and
+`look` once a second, and writes the segments. No error of this thread ends the training. `rows` describes the lines.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import json
 import sys
@@ -35,6 +36,7 @@ LINE_S = 1.0  # the shortest time between two lines of reported numbers, except 
 AFTER_ROUND = 2
 LINES_PER_DOUBLING = 20_000
 USAGE_S = 30.0
+GPU_S = 1.0  # the longest wait for the driver of the GPU at the end of an attempt
 
 
 def segments_prefix(run_id: str, rank: int, attempt: int) -> str:
@@ -140,6 +142,24 @@ class Recorder:
 
     # -- called by the background thread -------------------------------------------------------------------------------
 
+    def measure(self, *, is_last: bool = False) -> None:
+        """Measure the use of the CPU, the memory and the GPU if that is due.
+
+        The driver of a GPU that failed may never answer. So the background thread holds no lock while it calls this
+        method, and at the end of the attempt the driver has 1 s.
+        """
+        now, used = self._clock(), self._used
+        if self._is_deleted or now - used[0] < (LINE_S if is_last else USAGE_S):
+            return
+        self._used = now, time.process_time()
+        with contextlib.suppress(OSError):  # a sandbox without /proc
+            cores = (self._used[1] - used[1]) / (now - used[0])
+            usage = {"cpu": round(cores, 3), "rss": memory_in_use()}
+            usage |= _gpu_usage_within(GPU_S) if is_last else _gpu_usage()
+            self._made.append((now, usage))
+            if "gpu_use" in usage:
+                self.on_gpu(usage["gpu_use"])
+
     def look(self, *, is_last: bool = False) -> None:
         """Make lines of the new measurements, and write the segments that are due.
 
@@ -165,14 +185,6 @@ class Recorder:
             with contextlib.suppress(IndexError):
                 self._reported.append(self._merged.pop())
                 self._line_at = now + self._line_s
-        if now - self._used[0] >= (LINE_S if is_last else USAGE_S):
-            used = self._used
-            self._used = now, time.process_time()
-            with contextlib.suppress(OSError):  # a sandbox without /proc
-                usage = _usage((self._used[1] - used[1]) / (now - used[0]))
-                self._made.append((now, usage))
-                if "gpu_use" in usage:
-                    self.on_gpu(usage["gpu_use"])
         while self._reported:
             at, numbers = self._reported.popleft()
             self._keep(at, {f"{name}_" if name in RESERVED else name: value for name, value in numbers.items()})
@@ -233,8 +245,22 @@ class Recorder:
         return True
 
 
-def _usage(cores: float) -> dict[str, Any]:
-    return {"cpu": round(cores, 3), "rss": memory_in_use(), **_gpu_usage()}
+def _gpu_usage_within(limit_s: float) -> dict[str, Any]:
+    """Like `_gpu_usage`, but empty if the driver does not answer within `limit_s` seconds."""
+    if _cuda_in_use() is None:
+        return {}  # a thread is not needed
+    found, answer = dict[str, Any](), _thread.allocate_lock()
+    answer.acquire()
+
+    def ask() -> None:
+        found.update(_gpu_usage())
+        answer.release()
+
+    with contextlib.suppress(RuntimeError):  # no more threads can be started
+        _thread.start_new_thread(ask, ())
+        if answer.acquire(timeout=limit_s):
+            return found
+    return {}
 
 
 def _gpu_usage() -> dict[str, Any]:
@@ -244,11 +270,18 @@ def _gpu_usage() -> dict[str, Any]:
     process are asked, and before there is any memory all visible ones.
     """
     used = dict[str, Any]()
-    with contextlib.suppress(Exception):  # torch may not be loaded completely, and the driver may fail
-        cuda = sys.modules["torch"].cuda
-        if cuda.is_initialized():
+    with contextlib.suppress(Exception):  # the driver may fail
+        if (cuda := _cuda_in_use()) is not None:
             memory = [cuda.memory_reserved(device) for device in range(cuda.device_count())]
             used["gpu_mem"] = sum(memory)
             own = [device for device, n_bytes in enumerate(memory) if n_bytes] or range(len(memory))
             used["gpu_use"] = max(map(cuda.utilization, own)) / 100
     return used
+
+
+def _cuda_in_use() -> Any | None:
+    """Return `torch.cuda` if this process uses a GPU."""
+    with contextlib.suppress(Exception):  # torch may not be loaded completely
+        cuda = sys.modules["torch"].cuda
+        return cuda if cuda.is_initialized() else None
+    return None

@@ -119,10 +119,11 @@ class Heartbeat:
                     if not self._is_stopped:
                         self._log.put(LIVE_BYTES)
             if self._replica.recorder is not None:
+                is_last = sigterm_arrived()  # this process may be killed soon
+                self._replica.recorder.measure(is_last=is_last)  # outside the lock, because a driver may not answer
                 with self._writing:
                     if not self._is_stopped and not self._run_is_gone:
-                        # after SIGTERM this process may be killed soon
-                        self._replica.recorder.look(is_last=sigterm_arrived())
+                        self._replica.recorder.look(is_last=is_last)
 
     def _is_left_to_speaker(self) -> bool:
         """True if a process of the replica's command writes the heartbeats now."""
@@ -157,6 +158,8 @@ class Heartbeat:
 
         A later heartbeat could create the folder of a run again that a user deletes right after its end.
         """
+        if self._replica.recorder is not None:
+            self._replica.recorder.measure(is_last=True)
         with self._writing:
             if not self._is_stopped:
                 self._is_stopped = True

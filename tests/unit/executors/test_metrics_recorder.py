@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from executors.metrics.recorder import Recorder
 from executors.replica import Replica
 from executors.store import MemoryStore
 from executors.store.protocol import Data
+from executors.worker.heartbeat import Heartbeat
 
 ROUND = {"entry": 0, "verdict": "counted"}
 
@@ -189,7 +191,9 @@ def test_a_number_with_the_name_of_something_else_is_kept_under_another(name: st
 def test_the_usage_of_a_process_is_recorded_every_half_minute_and_at_the_end() -> None:
     scene = Scene()
     for t in range(70):
-        scene.at(t).recorder.look()
+        scene.at(t).recorder.measure()
+        scene.recorder.look()
+    scene.recorder.measure(is_last=True)
     scene.recorder.look(is_last=True)
     keys = [entry.key for entry in scene.store.list("run/metrics/")]
     lines = [json.loads(line) for key in keys for line in bytes(scene.store.get(key)).splitlines()]
@@ -209,6 +213,42 @@ def test_the_recorded_use_is_that_of_the_gpus_with_memory_of_this_process(monkey
     assert module._gpu_usage() == {"gpu_mem": 4 << 20, "gpu_use": 0.4}
     reserved[:] = [0, 0, 0]  # CUDA is initialized, and no tensor was made
     assert module._gpu_usage() == {"gpu_mem": 0, "gpu_use": 0.9}
+
+
+@pytest.mark.parametrize("asker", ["the heartbeat", "the end"])
+def test_a_gpu_that_never_answers_does_not_keep_an_attempt_from_ending(
+    asker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, end = threading.Event(), threading.Event()
+
+    def utilization(device: int) -> int:
+        asked.set()
+        assert end.wait(60)
+        return 0
+
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        device_count=lambda: 1,
+        memory_reserved=lambda device: 1,
+        utilization=utilization,
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    scene = Scene()
+    scene.replica.__dict__["store"] = scene.store  # a cached property
+    heartbeat = Heartbeat(scene.replica)
+    if asker == "the heartbeat":
+        scene.at(31.0)
+        heartbeat.start()
+        assert asked.wait(30)
+    scene.at(40.0).replica.report(step=7)
+    stopping = threading.Thread(target=heartbeat.stop, daemon=True)
+    stopping.start()
+    stopping.join(30)
+    is_stopped = not stopping.is_alive()
+    end.set()
+    assert is_stopped
+    assert asked.is_set()
+    assert scene.segments() == [[{"t": 40.0, "step": 7}]]
 
 
 def test_reporting_asks_no_store(monkeypatch: pytest.MonkeyPatch) -> None:

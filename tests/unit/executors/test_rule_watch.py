@@ -281,7 +281,7 @@ def test_the_recorder_notes_the_utilization_that_it_measures(monkeypatch: pytest
     made.on_gpu = page.reports.note_gpu
     assert page.reports.gpu == (0.0, 0.0)
     now[0] = 31.0
-    made.look()
+    made.measure()
     assert page.reports.gpu[0] == 0.25
     assert page.reports.gpu[1] > 0
 
