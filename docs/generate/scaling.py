@@ -70,8 +70,12 @@ class Run:
     @property
     def default_outer(self) -> str:
         """The outer settings that `DiLoCo` would choose for this run."""
-        lr, momentum = default_outer(self.inner_steps, ceil((self.steps - self.pretrained) / self.inner_steps))
+        lr, momentum = default_outer(self.inner_steps, self.n_rounds)
         return f"{lr},{momentum}"
+
+    @property
+    def n_rounds(self) -> int:
+        return ceil((self.steps - self.pretrained) / self.inner_steps)
 
     @property
     def bytes_of_a_step(self) -> float:
@@ -143,6 +147,22 @@ def by_rounds(runs: Sequence[Run]) -> str:
     return table(heads, rows)
 
 
+def _single_rounds(runs: Iterable[Run]) -> str:
+    """Return a sentence for each plan of DiLoCo with a single round. Empty: there is none."""
+    single = [run for run in runs if run.way == "diloco" and run.n_rounds == 1]
+    plans = dict.fromkeys((run.steps, run.pretrained, run.inner_steps) for run in single)
+    return " ".join(
+        f"{_with_steps(steps, pretrained)}, rounds of {inner_steps} steps are a single round: the replicas are averaged "
+        "once, at the end."
+        for steps, pretrained, inner_steps in plans
+    )
+
+
+def _with_steps(steps: int, pretrained: int) -> str:
+    """Return the first words of a sentence about runs with these steps."""
+    return f"With {steps:,} steps and {f'{pretrained:,} of them' if pretrained else 'none'} pretrained"
+
+
 def by_wire(runs: Sequence[Run]) -> str:
     """Return the table of wires, the one that sends most bytes first.
 
@@ -210,10 +230,9 @@ def _goal_of(run: Run, found: Mapping[str, float]) -> str:
     names = {outer: f"{outer} (the default)" if outer == run.default_outer else outer for outer in by_loss}
     holding = [names[outer] for outer in by_loss if found[outer] <= GOAL]
     result = "reached" if len(holding) == len(found) else f"reached with {', '.join(holding)}" if holding else "missed"
-    pretrained = f"{run.pretrained:,} of them" if run.pretrained else "none"
     each = ", ".join(f"{found[outer]:+.1f} % with {names[outer]}" for outer in by_loss)
     return (
-        f"With {run.steps:,} steps and {pretrained} pretrained, the goal was {result}. "
+        f"{_with_steps(run.steps, run.pretrained)}, the goal was {result}. "
         f"By outer learning rate and momentum: {each}."
     )
 
@@ -247,7 +266,7 @@ def section(found: Mapping[str, Any]) -> str:
         f"{_seeds(runs)} The columns *parameters*, *steps*, *pretrained* and *replicas* are the options `--sizes`, "
         "`--steps`, `--pretrained` and `--replicas` of the command below. The default outer learning rate and momentum "
         f"of plans of up to {MEASURED_STEPS:,} steps are {_named(LONG_ROUND_OUTER)} in rounds of at least "
-        f"{LONG_ROUND_STEPS} steps, and {_named(SHORT_PLAN_OUTER)} in shorter rounds.",
+        f"{LONG_ROUND_STEPS} steps, and {_named(SHORT_PLAN_OUTER)} in shorter rounds. {_single_rounds(runs)}".rstrip(),
         _goal(runs),
         *(
             f"```{{image}} scaling-{theme.name}.svg\n:alt: {drawing(theme, runs).title}\n:class: only-{theme.name}\n```"

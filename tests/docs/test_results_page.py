@@ -132,6 +132,13 @@ def test_a_run_with_other_outer_settings_than_the_default_is_not_in_the_table_of
     assert table.splitlines()[-1] == "| 0.14M | 100 | none | 4 | +5.0 % |"
 
 
+def test_the_section_says_which_plans_have_a_single_round() -> None:
+    rows = [data_parallel(2.0), a_run(2.1), a_run(2.2, pretrained=50), a_run(2.3, pretrained=50, wire="int8")]
+    section = scaling.section(data_of(rows))
+    assert section.count("are a single round") == 1
+    assert "With 100 steps and 50 of them pretrained, rounds of 50 steps are a single round" in section
+
+
 def test_the_figure_of_the_goal_is_of_one_wire_and_one_plan() -> None:
     rows = [data_parallel(2.0), a_run(2.02), a_run(2.2, wire="top8"), a_run(2.4, pretrained=50)]
     section = scaling.section(data_of([replace(row, size="10M") for row in rows]))
