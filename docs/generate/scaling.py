@@ -152,8 +152,8 @@ def _single_rounds(runs: Iterable[Run]) -> str:
     single = [run for run in runs if run.way == "diloco" and run.n_rounds == 1]
     plans = dict.fromkeys((run.steps, run.pretrained, run.inner_steps) for run in single)
     return " ".join(
-        f"{_with_steps(steps, pretrained)}, rounds of {inner_steps} steps are a single round: the replicas are averaged "
-        "once, at the end."
+        f"{_with_steps(steps, pretrained)}, rounds of {inner_steps} steps are a single round: the replicas are "
+        "averaged once, at the end."
         for steps, pretrained, inner_steps in plans
     )
 
@@ -232,8 +232,7 @@ def _goal_of(run: Run, found: Mapping[str, float]) -> str:
     result = "reached" if len(holding) == len(found) else f"reached with {', '.join(holding)}" if holding else "missed"
     each = ", ".join(f"{found[outer]:+.1f} % with {names[outer]}" for outer in by_loss)
     return (
-        f"{_with_steps(run.steps, run.pretrained)}, the goal was {result}. "
-        f"By outer learning rate and momentum: {each}."
+        f"{_with_steps(run.steps, run.pretrained)}, the goal was {result}. By outer learning rate and momentum: {each}."
     )
 
 
