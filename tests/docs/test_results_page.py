@@ -168,8 +168,12 @@ def test_the_page_on_practice_shows_the_figures_of_the_data_file(kept: Callable[
     four, eight = (scaling.above_data_parallel(run, runs) for run in large)
     assert f"Four replicas ended {four:.1f} % above data-parallel training, and eight replicas {eight:.1f} %" in page
     with_05, with_08 = (
-        [kept(size="0.14M", n=n, inner_steps=10, wire="fp32", outer=outer).loss for n in (2, 4, 8)]
+        [
+            kept(size=size, n=n, inner_steps=10, wire="fp32", outer=outer).loss
+            for size, n in [("0.14M", 2), ("0.14M", 4), ("0.14M", 8), ("1M", 8)]
+        ]
         for outer in ("1.0,0.5", "1.0,0.8")
     )
     lower = [f"{100 * (1 - new / old):.1f}" for old, new in zip(with_05, with_08, strict=True)]
     assert f"two, four and eight replicas then ended {lower[0]}, {lower[1]} and {lower[2]} % lower" in page
+    assert f"and eight replicas of 1M parameters {lower[3]} % lower" in page
