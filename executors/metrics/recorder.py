@@ -95,7 +95,9 @@ class Recorder:
         self._n_after_round = 0
         """The number of next reports that get a line of their own, because a round has just ended."""
         self._line_s, self._line_at, self._n_lines = LINE_S, 0.0, 0
-        # Only the thread of the recorder uses these.
+        self._used = began, time.process_time()
+        """The time of the last measurement, and the processor time until then."""
+        # Only `look` uses these, and its callers hold the lock of the heartbeat.
         self._lines = list[bytes]()
         self._n_bytes = self._left_out = 0
         self._n_segments = n_segments
@@ -104,7 +106,6 @@ class Recorder:
         self._close_at: float | None = None
         self._retry_at = 0.0
         self._is_deleted = self._has_complained = False
-        self._used = began, time.process_time()
 
     # -- called by the training thread ---------------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ class Recorder:
         """Add the work of a DiLoCo that is in no round at its end."""
         self._made.append((self._clock(), {"left_with": work, "name": name}))
 
-    # -- called by the background thread -------------------------------------------------------------------------------
+    # -- called by the background thread, and at the end by the thread that ends it ------------------------------------
 
     def measure(self, *, is_last: bool = False) -> None:
         """Measure the use of the CPU, the memory and the GPU if that is due.

@@ -75,7 +75,8 @@ def _run(folder: Path, rank: int, member: int, sizes: Sequence[int], attempt: in
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/group-{rank}-{attempt}", rank=member, world_size=size
         )
-        dist.barrier()  # a member that leaves the group at once would close the connection that the others still open
+        # Without a barrier, a member that leaves the group at once closes a connection that another still opens.
+        dist.barrier()
     try:
         result = body(rank, member)
     except BaseException as error:  # noqa: BLE001 - the test reads its text
