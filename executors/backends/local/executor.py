@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import re
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -447,11 +446,9 @@ def _gpus_of_this_machine() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [device for device in visible.split(",") if device.strip() not in ("", "-1")]
-    try:
-        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    except (OSError, subprocess.CalledProcessError):
-        return []
+    from executors.worker.probe import nvidia_smi
+
+    return [line.strip() for line in nvidia_smi("--query-gpu=index", "--format=csv,noheader")]
 
 
 @functools.cache  # so that each message is shown once
